@@ -14,12 +14,12 @@ from nemo_aligner.utils.errors import ConfigError
 # Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# The language-model head. A reward model has a reward head instead.
+# The language-model head. In a reward model, a reward head (HEAD) takes its place.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 # Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# Name of the scalars that a loss learns in addition to the reward head. The checkpoints of a run
+# Name of the scalars that some losses learn in addition to the reward head. A run's checkpoints
 # store them; a finished reward model does not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
@@ -41,7 +41,10 @@ def model_tensors(shape: ModelShape) -> Shapes:
 
 
 def numbered_tensors(shape: ModelShape) -> Shapes:
-    """Return the shapes of the weights of all layers, if each has names of its own."""
+    """Return the shapes of all layers' weights, by names with the layer's number.
+
+    These are the names of a checkpoint that does not stack the layers.
+    """
     return {
         f"{LAYERS}{layer}.{name}": size
         for layer in range(shape.num_layers)
@@ -50,7 +53,9 @@ def numbered_tensors(shape: ModelShape) -> Shapes:
 
 
 def layer_tensors(shape: ModelShape) -> Shapes:
-    """Return the shapes of one layer's weights, by their names after ``decoder.layers.<number>.``
+    """Return the shapes of one layer's weights, by name without ``decoder.layers.<number>.``
+
+    The names omit this prefix, because they are the same in every layer.
 
     A LoRA model's adapters are included.
 
@@ -61,7 +66,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
-        # the norm is followed by the router, so it is a module of its own.
+        # the router follows the norm, so the norm is a separate module.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
         tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
@@ -73,7 +78,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def _mixer(shape: ModelShape) -> Shapes:
-    """Return the shapes of the weights of attention, or of linear attention."""
+    """Return the shapes of a layer's attention weights, or of its linear attention, by name."""
     hidden, channels = shape.hidden_size, shape.kv_channels
     linear = shape.linear_attention
     if linear is not None:
@@ -86,8 +91,8 @@ def _mixer(shape: ModelShape) -> Shapes:
             "self_attention.norm_weight": (linear.value_head_dim,),
         }
     heads = shape.num_attention_heads * channels
-    # The fused projection computes the queries of all heads, their output gates if there are any,
-    # and one key and one value for each query group.
+    # The fused projection has rows for the queries of all heads, for their output gates if there
+    # are any, and for one key and one value of each query group.
     rows = (1 + shape.attention_output_gate) * heads + 2 * shape.num_query_groups * channels
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (rows, hidden),
@@ -130,7 +135,7 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
 
 
 def attribute_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Strip spaces from the names that a user chose for ``count`` outputs, and check the names.
+    """Check the names that a user chose for ``count`` outputs; return them without outer spaces.
 
     Raises:
         ConfigError: there are not ``count`` different, non-empty names.

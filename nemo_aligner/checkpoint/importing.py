@@ -66,23 +66,23 @@ def import_checkpoint(
     attributes: tuple[str, ...] = (),
     keep_scaling: bool = False,
 ) -> str:
-    """Write ``source`` as the archive ``output``, and return a summary. One process calls it.
+    """Write ``source`` as the archive ``output``, and return a summary; one process calls it.
 
-    Builds no model: tensors are read one after the other as they are written.
+    It builds no model: each tensor is read when it is written.
 
     Args:
         source: a checkpoint of NeMo or Megatron, as an archive or a folder.
         tokenizer: a folder, or a model's name on the hub; None means the checkpoint's tokenizer.
         config: a ``model_config.yaml`` that replaces the checkpoint's settings.
-        template: for reward models, as ``model.data.template``; ``none`` allows only raw texts.
+        template: for reward models, a value of ``model.data.template``; ``none`` allows only raw
+            texts.
         attributes: names of a reward model's outputs, if there are several.
         keep_scaling: apply the RoPE and embedding scaling in the settings. NeMo-Aligner's reward
             models ignored it in training and in serving, so by default it is switched off.
 
     Raises:
-        CheckpointError: see ``open_nemo``, ``model_shape`` and ``fold_head``.
-        ConfigError: the template is missing or unfit, or the checkpoint is a base model and an
-            option for reward models is set.
+        CheckpointError: the checkpoint cannot be read, or something in it is not supported.
+        ConfigError: the template is unfit, or an option for reward models is set for a base model.
     """
     output = Path(output)
     folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
@@ -92,7 +92,7 @@ def import_checkpoint(
         open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
-            raise CheckpointError(f"{source}: an archive of this package needs no import")
+            raise CheckpointError(f"{source}: it is an archive of nemo-aligner and needs no import")
         options = {"template": template is not None, "attributes": bool(attributes)}
         _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         loaded_tokenizer = folder.load_tokenizer()
@@ -130,16 +130,16 @@ def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str,
 
 
 def _check_options(folder: NemoFolder, source: str | Path, options: Mapping[str, bool]) -> None:
-    """Raise ConfigError if the checkpoint is a base model and an option for reward models is set.
+    """Raise ConfigError if the checkpoint is a base model, and an option for reward models is set.
 
     Args:
-        options: whether each option is set, by its name.
+        options: name of each option -> whether the user has set it.
     """
     names = [name for name, is_set in options.items() if is_set]
     if names and HEAD not in folder.tensors:
         raise ConfigError(
             f"{source}: this is a base model (it has no {HEAD}), but {', '.join(names)} is set, "
-            "which is for reward models only. Leave it out"
+            "which is for reward models only. Omit it"
         )
 
 
@@ -162,7 +162,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Return a note if NeMo-Aligner's critic would start from other values than this package's.
+    """Return a note if a PPO critic would start from other values here than in NeMo-Aligner.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.
@@ -180,7 +180,7 @@ def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) ->
 def fold_head(
     weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Fold the head of a NeMo-Aligner reward model into a linear map; see the module docstring.
+    """Fold a NeMo-Aligner reward head, with its merging and scaling, into one linear map.
 
     Args:
         weight: ``[A, hidden]`` for A attributes.
@@ -243,9 +243,9 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
-    """Read NeMo-Aligner's head, folded into a weight ``[A, hidden]`` and offsets ``[A]``.
+    """Read NeMo-Aligner's head, and fold it into a weight ``[A, hidden]`` and offsets ``[A]``.
 
-    None for a base model. See ``fold_head``.
+    Return None for a base model, which has no head. ``fold_head`` explains the result.
     """
     stored = folder.tensors
     if HEAD not in stored:
@@ -296,7 +296,7 @@ def _build_contract(
 ) -> ScoringContract:
     """Build the contract of an imported reward model.
 
-    NeMo-Aligner reads the reward at the last token, and adds neither BOS nor EOS.
+    It says what NeMo-Aligner does: read the reward at the last token, and add neither BOS nor EOS.
     """
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
@@ -305,7 +305,7 @@ def _build_contract(
             f"{', '.join(member.value for member in RewardModelType)}"
         )
     count = len(weight)
-    # NeMo-Aligner takes the mean of the attributes if the settings have no weights.
+    # If the settings have no attribute weights, NeMo-Aligner takes the mean of the attributes.
     weights = [1 / count] * count
     if count > 1:
         regression = _section(folder.config, "regression")
@@ -349,7 +349,7 @@ def _resolve_template(setting: str | None, tokenizer: Tokenizer) -> str:
 
 
 def _name_attributes(names: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Check the names that the user gave, or make up ``count`` names if there are none."""
+    """Check the attribute names that the user gave; if there are none, make up ``count`` names."""
     if names:
         return attribute_names(names, count)
     return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))

@@ -41,10 +41,11 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 _SUM_TOLERANCE = 1e-6
 # Fields of the contract that are merged by a weighted sum, like the model's weights.
 _SUMMED_FIELDS = ("label_means",)
-# Contract fields that may change when a finished model is trained further.
+# Contract fields that may differ in an extrapolation, because the base may be another kind of
+# reward model.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
-# Least cosine of two heads that are worth averaging. The cosine is 1.00 for runs that started from
-# the same head, and 0.02 for runs with heads drawn at random.
+# Least cosine of two heads that are worth averaging. The cosine was 1.00 for runs that started from
+# the same head, and 0.02 for runs whose heads were drawn at random.
 _MIN_HEAD_COSINE = 0.5
 
 
@@ -63,24 +64,25 @@ def merge_checkpoints(
 ) -> str:
     """Write ``sum(weight * source)`` as the archive ``output``, and return a summary.
 
-    Builds no model: tensors are read one after the other, summed in float64 and rounded once, to
-    the dtype of the last source. LoRA is folded into the weights. One process calls it.
+    It builds no model: tensors are read one after the other, summed in float64 and rounded once, to
+    the dtype of the last source. LoRA adapters are folded into the weights. One process calls this.
 
     Args:
         sources: reward models of this package, all with the same shape and scoring contract.
         weights: one for each source. They sum to 1, so that rewards keep their scale.
 
     Raises:
-        ConfigError: there are fewer than two sources, or the weights are unfit.
-        CheckpointError: a source cannot be read, or its shape or scoring contract differs from
-            that of the last source.
+        ConfigError: there are fewer than two sources, or the weights are not one finite number for
+            each source with a sum of 1.
+        CheckpointError: a source cannot be read, or its shape or scoring contract differs from that
+            of the last source.
     """
     _check_weights(sources, weights)
     return _write(sources, weights, Path(output), _SUMMED_FIELDS)
 
 
 def extrapolate(base: str | Path, trained: str | Path, alpha: float, output: str | Path) -> str:
-    """Write ``trained + alpha * (trained - base)``, as ``merge_checkpoints`` does.
+    """Write ``trained + alpha * (trained - base)`` as the archive ``output``; return a summary.
 
     ``base`` is the model from which ``trained`` was trained. The kind of reward model may differ
     between them, for example when a ranking model was trained from a regression model of one
@@ -117,9 +119,12 @@ def _write(
 
 
 def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
-    """Return a warning if models are averaged whose heads point in unrelated directions."""
+    """Return a warning if reward models are averaged whose heads point in unrelated directions.
+
+    The list is empty otherwise.
+    """
     if min(model.weight for model in inputs) < 0:
-        return []  # an extrapolation may have heads of different kinds
+        return []  # an extrapolation: the heads may be of different kinds
     last, *earlier = [_read_flat_head(model.folder) for model in reversed(inputs)]
     cosine = min(float(torch.cosine_similarity(last, head, dim=0)) for head in earlier)
     if cosine >= _MIN_HEAD_COSINE:
@@ -132,7 +137,7 @@ def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
 
 
 def _read_flat_head(folder: NemoFolder) -> Tensor:
-    """Read all tensors of a head as one vector, so that heads can be compared by their cosine."""
+    """Read all tensors of a reward head as one vector, to compare heads by their cosine."""
     names = sorted(head_names(folder))
     return torch.cat([lazy_tensor(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
@@ -168,7 +173,7 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
     ``may_differ`` names the fields of the contract that are not compared.
     """
     problem = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
-    # LoRA may differ, because it is folded into the weights.
+    # LoRA may differ, because lazy_decoder folds the adapters into the weights.
     last_shape, other_shape = (
         dataclasses.asdict(dataclasses.replace(model.shape, lora=None)) for model in (last, other)
     )
@@ -207,7 +212,7 @@ def _merge_tensors(
         last = parts[-1]
         return LazyTensor(last.shape, last.dtype, partial(_weighted_sum, parts, weights))
 
-    # A reward model does not use the output layer of its base.
+    # The output layer of the base model is not merged, because a reward model does not use it.
     outside = [key for key in decoders[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: merge([tensors[key] for tensors, _ in decoders]) for key in outside}
     for name in head_names(inputs[-1].folder):
@@ -224,13 +229,14 @@ def _merge_tensors(
 def _weighted_sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
-        # Sum in float64, because with weights such as -1 and 2 the terms are larger than their sum.
+        # Sum in float64: with weights such as -1 and 2 the terms are larger than their sum, so
+        # rounding errors would matter.
         total.add_(part.read().double(), alpha=weight)
     return total.to(parts[-1].dtype)
 
 
 def _merge_contracts(inputs: Sequence[_Input]) -> ScoringContract:
-    """Copy the last contract, with the merged offsets and without the reward statistics.
+    """Copy the last model's contract, with merged offsets, and without reward statistics.
 
     The statistics (mean and standard deviation of rewards) were measured on the last model.
     """

@@ -3,7 +3,7 @@
 Each checkpoint is a folder, such as ``step_00000100/``. ``state/`` is a distributed checkpoint of
 weights and optimizer that any parallel layout can read; ``run_state.json`` holds everything else.
 The folder is written as ``step_00000100.partial/``, synced to disk and then renamed, so a folder
-without that suffix is always complete.
+whose name does not end in ``.partial`` is complete.
 
 ``save`` copies the tensors and returns; ``publish`` renames the folder once all ranks have written.
 """
@@ -46,18 +46,17 @@ from nemo_aligner.utils.writing import write_problem
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Settings that choose the validation records. Metrics on different records are not comparable.
-# States of earlier versions have no digests of the records, so these settings are compared.
+# Settings that choose the validation records; metrics on different records are not comparable.
+# States of earlier versions have no digests of the records, so these settings are compared instead.
 _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
     """An optimizer whose state is saved next to the model's weights.
 
-    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may not have finished
-    yet. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call of
-    ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
-    reached the model's weights.
+    ``sharded_state_dict`` returns copies in host memory, which may not have finished yet. The
+    optimizer's next update waits until they have, and the next call of ``sharded_state_dict``
+    overwrites them. ``finish_update`` waits until the last update has reached the model's weights.
     """
 
     def sharded_state_dict(
@@ -71,15 +70,16 @@ class ShardedOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run, apart from its tensors; NaN and infinity become null in JSON.
+    """The state of a run without its tensors; in ``run_state.json``, NaN and infinity become null.
 
     Attributes:
         step: number of finished optimizer steps.
         consumed_samples: number of records trained on.
         metrics: results of the validation after this step; empty if there was none.
         fingerprint: settings that must not change when the run is resumed.
-        config: resolved settings; not read back, only for people who look into the file.
-        contract: scoring contract; not read back either.
+        config: resolved settings, for people who look into the file; a resumed run does not read
+            them.
+        contract: scoring contract, which a resumed run does not read either.
         best_value: best value so far of the metric for early stopping.
         validations_since_best: number of validations since that best value.
         validated_on: digest of the records of each validation set, by the set's name; None in
@@ -97,7 +97,7 @@ class RunState:
     validated_on: dict[str, str] | None = None
 
 
-# Fields that states of earlier versions lack.
+# Fields that may be missing, because earlier versions did not write them.
 _ADDED = ("best_value", "validations_since_best", "validated_on")
 
 
@@ -110,14 +110,14 @@ class Saved:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run in ``folder``, which all ranks share; all methods are collective.
+    """The checkpoints of a run in ``folder``, which all ranks can access; methods are collective.
 
     Keeps the newest checkpoint, and the ``save_top_k`` best ones by the metric ``monitor``. The
-    lower loss on the same validation set breaks a tie, because an accuracy of 1 does not tell how
-    large the margins are. If the losses are equal, too, the earlier checkpoint wins, so that an
-    equal later one need not be saved. Checkpoints that were validated on other records than the
-    current run (see ``compare_with``) rank last. A checkpoint is written only while this job holds
-    the ``lock``.
+    lower loss on the same validation set breaks a tie: two models with an accuracy of 1 may differ
+    in their margins. If the losses are equal, too, the earlier checkpoint wins, so that an equal
+    later one need not be saved. Checkpoints that were validated on other records than the current
+    run (see ``compare_with``) rank last. A checkpoint is written only while this job holds the
+    ``lock``.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Set the state by which later rankings compare: ``current``, of this run.
+        """Tell this object on which records the run validates now: those of the state ``current``.
 
-        Checkpoints that were validated on other records than ``current`` rank last.
+        In later rankings, checkpoints that were validated on other records come last.
         """
         self._current = current
 
@@ -152,7 +152,7 @@ class RunCheckpoints:
         return self._current is None or same_validation(saved.state, self._current)
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Allocate the host memory for the copies, before the first save.
+        """Allocate the host memory for the copies of a save, before the first save needs it.
 
         The first write to a new page of memory can take ten times as long as later writes, and
         would delay training at the first save.
@@ -169,19 +169,19 @@ class RunCheckpoints:
         """
         optimizer.finish_update()
         weights = sharded_weights(model)
-        # The optimizer looks up its state by the model's tensors, so their copies replace them in
-        # ``weights`` only afterwards.
+        # The optimizer looks up its state by the model's own tensors, so they are replaced by
+        # copies in ``weights`` only after that.
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
         return {"model": weights, "optimizer": state}, arrived
 
     @property
     def has_lost_lock(self) -> bool:
-        """True on rank 0 if another job has taken the run's folder."""
+        """True on rank 0 if another job has taken the lock of the run's folder."""
         return self._lock is not None and self._lock.is_lost
 
     def check_lock(self) -> None:
-        """Raise CheckpointError on every rank if another job has taken the run's folder."""
+        """Raise CheckpointError on every rank if another job has taken the folder's lock."""
         on_main(self._check_lock)
 
     def _check_lock(self) -> None:
@@ -198,11 +198,14 @@ class RunCheckpoints:
         on_main(change_if_locked)
 
     def clean(self) -> None:
-        """Delete what a killed save or removal left behind; call it before the first save."""
+        """Delete partial checkpoints of a save or removal that was killed.
+
+        Call it before the first save.
+        """
         on_main(lambda: _delete_unfinished(self.folder))
 
     def list_saved(self) -> list[Saved]:
-        """List the complete checkpoints, oldest first; a pending checkpoint is published before."""
+        """List the complete checkpoints, oldest first; a pending save is finished first."""
         self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
@@ -233,9 +236,10 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()``, including checkpoints that this process has deleted since.
+        """Return the checkpoints that have a value of ``monitor``, the best first.
 
-        The log at the end of a run lists them all.
+        Unlike ``ranked``, it includes those that this process has saved and deleted since. The log
+        at the end of a run lists them.
         """
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
@@ -244,8 +248,8 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # The newcomer gets the largest step, so that it loses every tie, as a checkpoint saved now
-        # would.
+        # Rank the new checkpoint with the largest step, so that it loses every tie, as it would if
+        # it were saved now.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return (
@@ -263,7 +267,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
         """
-        # Two saves at a time would copy into the same host memory.
+        # Finish the pending save first: two saves at a time would copy into the same host memory.
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
@@ -274,7 +278,7 @@ class RunCheckpoints:
 
     @property
     def is_written(self) -> bool:
-        """True if this rank has written its part, so that ``publish`` need not wait for it."""
+        """True if this rank has written its file, so that ``publish`` need not wait for it."""
         return self._pending is None or self._pending[1].is_written
 
     def publish(self) -> Saved | None:
@@ -288,11 +292,12 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
-        # finish is collective, and raises on every rank or on none, so all ranks enter this branch.
+        # finish is collective, and raises on every rank or on none, so all ranks take the same
+        # branch.
         try:
             pending.finish()
         except CheckpointError:
-            # The disk may be full; the partial checkpoint would keep the space occupied.
+            # Delete the partial checkpoint, because the disk may be full.
             on_main(lambda: shutil.rmtree(_partial_path(saved.path), ignore_errors=True))
             raise
         with _as_checkpoint_error(saved.path):
@@ -302,7 +307,9 @@ class RunCheckpoints:
         return saved
 
     def amend(self, state: RunState) -> None:
-        """Replace the ``run_state.json`` of step ``state.step``, after a later validation.
+        """Replace the ``run_state.json`` of the checkpoint of step ``state.step`` by ``state``.
+
+        It is called when a checkpoint is validated after it was saved.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
@@ -315,22 +322,22 @@ class RunCheckpoints:
     def _prune(self) -> None:
         """Delete the checkpoints that are neither the newest nor among the best.
 
-        The folders are renamed now, and their files are deleted in the background. If the previous
-        background deletion failed, its error is raised here.
+        The folders are renamed now, and their files are deleted in the background. This raises the
+        error of the previous background deletion, if that failed.
         """
         if self._deletion is not None:
             self._deletion.result()
         saved = _list_saved(self.folder)
-        # A run resumes from the newest checkpoint, so this one stays, whatever its metric.
+        # Keep the newest checkpoint, whatever its metric, because a run resumes from it.
         retained = {
             item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
         }
-        # Training waits for the renames only, which are quick and atomic.
+        # Training waits only until the folders are renamed, which is quick and atomic.
         doomed = [_rename_removed(item.path) for item in saved if item.path not in retained]
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state, whatever parallel layout saved them."""
+        """Restore weights and optimizer state from a checkpoint of any parallel layout."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -341,7 +348,7 @@ class RunCheckpoints:
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
-        """Restore the weights without the optimizer state."""
+        """Restore the weights from a checkpoint, without the optimizer state."""
         state = self._read_checked(saved, {"model": sharded_weights(model)})
         put_weights(model, state["model"], saved.path)
 
@@ -368,9 +375,10 @@ class RunCheckpoints:
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a sort key, smaller is better: the value of ``monitor``, then the loss.
+        """Return a key to sort checkpoints, the best first: value of ``monitor``, then the loss.
 
-        A value that should be large is negated. None if ``metrics`` has no value of ``monitor``.
+        The value is negated if larger ones are better. Return None if ``metrics`` has no value of
+        ``monitor``.
         """
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
@@ -383,7 +391,8 @@ class RunCheckpoints:
 def same_validation(one: RunState, other: RunState) -> bool:
     """Tell if the states ``one`` and ``other`` were validated on the same records."""
     if one.validated_on is not None and other.validated_on is not None:
-        # The order counts, too, because the first validation set's metric ranks the checkpoints.
+        # Compare the order, too, because checkpoints are ranked by the first validation set's
+        # metric.
         return [*one.validated_on.items()] == [*other.validated_on.items()]
     first, second = flatten(one.config), flatten(other.config)
     return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
@@ -392,8 +401,8 @@ def same_validation(one: RunState, other: RunState) -> bool:
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a run would resume with another model or other data.
 
-    ``fingerprint`` holds the settings that must be equal to those in the state of ``saved``; the
-    order of the data follows from them.
+    ``fingerprint`` has the settings of this run that decide model and data, including the order of
+    the data. They must be equal to those in the state of ``saved``.
 
     Raises:
         CheckpointError: something differs; the message lists every difference, with both values.
@@ -440,7 +449,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Return the advice for an error: how to resume without the checkpoint ``damaged``."""
+    """Return an error's advice: how to resume without the checkpoint ``damaged``."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -449,7 +458,7 @@ def _advise_without(damaged: Path) -> str:
             "exp_manager.explicit_log_dir to a new folder to start a new run"
         )
     are_complete = "is complete" if len(names) == 1 else "are complete"
-    # A run reads the states of all its checkpoints, so it would stop at any that has no state.
+    # A run reads the states of all its checkpoints, so a folder without a state would stop it, too.
     in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
         f"The run can resume from another checkpoint, as {', '.join(names)} {are_complete}: move "
@@ -480,7 +489,10 @@ def _read_saved(path: Path) -> Saved:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content.pop("version")
         if version != _VERSION:
-            raise CheckpointError(f"{file}: version: got {version}, wanted {_VERSION}")
+            raise CheckpointError(
+                f"{file}: version: got {version}, wanted {_VERSION}; another version of "
+                "nemo-aligner has written it"
+            )
         stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in stored_names})
         metrics = {
@@ -510,7 +522,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _partial_path(path: Path) -> Path:
-    """Return the path of a checkpoint, or of a state file, while it is being written."""
+    """Return the name that a checkpoint or a state file has while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
@@ -518,12 +530,12 @@ def _publish(saved: Saved) -> None:
     """Write the state, sync all files to disk, and give the folder its final name."""
     path, partial_path = saved.path, _partial_path(saved.path)
     (partial_path / RUN_STATE_NAME).write_text(_format_state(saved.state), encoding="utf-8")
-    # The ranks have synced the tensors already; this syncs the small files.
+    # Sync the small files; the ranks have synced the tensors already.
     for folder, _, names in os.walk(partial_path):
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
-    # The step exists already if the run was resumed from an earlier step and trained this one
+    # The folder exists if the run was resumed from an earlier step, and has trained this step
     # again.
     if path.exists():
         _delete([_rename_removed(path)])
@@ -549,7 +561,7 @@ def _amend(path: Path, state: RunState) -> None:
 def _rename_removed(path: Path) -> Path:
     """Rename a checkpoint before it is deleted, and return the new path.
 
-    A checkpoint that is deleted only in part is then not listed.
+    If the deletion is interrupted, the rest of the checkpoint does not look like a complete one.
     """
     doomed = path.with_name(path.name + ".removed")
     shutil.rmtree(doomed, ignore_errors=True)

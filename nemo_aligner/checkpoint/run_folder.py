@@ -55,8 +55,8 @@ def _find_run(folder: Path) -> tuple[str, Path | None]:
     """Find the training run that a folder belongs to.
 
     Returns:
-        A description of ``folder`` for an error, and the run's folder of checkpoints; None in
-        place of the second if ``folder`` is no part of a run.
+        A description of ``folder`` for an error, and the folder with the run's checkpoints, which
+        is None if ``folder`` does not belong to a run.
     """
     if (folder / RUN_STATE_NAME).is_file():
         return "a checkpoint of a training run", folder.parent

@@ -10,8 +10,9 @@ leaves the file behind. The next job has to distinguish such a leftover from a r
   new job takes over the lock.
 
 So a job that Slurm or Kubernetes restarts needs no manual step. The file is created with
-``O_EXCL``, which is atomic on local disks and on NFS since version 3. A holder that only slept for
-a minute, as when Slurm suspends a job, notices the lost lock at its next step, and ends.
+``O_EXCL``, which is atomic on local disks and on NFS since version 3. A job that holds the lock but
+was suspended for a minute, e.g. by Slurm, notices at its next step that it has lost the lock, and
+ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
-# This is the time of six missed updates, because a file server may stall for a few of them.
+# Seconds without an update after which a job counts as dead: the time of six updates, because a
+# file server may stall for a few of them.
 DEAD_AFTER_S = 60.0
 _POLL_S = 1.0
 
@@ -50,8 +52,8 @@ class Holder:
         host: host name.
         pid: process id.
         system: boot id and process namespace in which ``pid`` is valid; empty if unknown.
-        started: start time of the process, in ticks since boot. The system may give the pid to
-            another process later; that process has another start time.
+        started: start time of the process, in ticks since boot. It tells the process from a later
+            one that gets the same pid.
         since: time at which the process took the lock, in UTC.
         job: Slurm job id; empty outside Slurm.
         token: random id of this lock.
@@ -79,18 +81,21 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """Tell if the holder lives; None if it runs on another machine or in another container."""
+        """Tell if the process that holds the lock lives.
+
+        None if it runs on another machine or container.
+        """
         if not self.system or self.system != _name_system():
             return None
         try:
-            os.kill(self.pid, 0)  # signal 0 only tests if the process exists
+            os.kill(self.pid, 0)  # signal 0 only tests whether the process exists
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # the process exists and belongs to another user
+            pass  # no permission: the process exists, but belongs to another user
         start = _read_start_time(self.pid)
-        # Some systems hide the processes of other users. Then a process with this pid counts as
-        # the holder.
+        # If the start time cannot be read (some systems hide processes of other users), a process
+        # with this pid counts as the holder.
         return start is None or start == self.started
 
     def __str__(self) -> str:
@@ -123,7 +128,9 @@ def _read_start_time(pid: int) -> str | None:
 
 
 class RunLock:
-    """A lock that this job holds. Only rank 0 has a ``holder`` and updates the file.
+    """A lock on a run's folder that this job holds.
+
+    Only rank 0 has a ``holder``, and updates the file.
 
     Attributes:
         path: the lock file.
@@ -135,7 +142,7 @@ class RunLock:
         self.is_lost = False
         self._holder = holder
         self._over = threading.Event()
-        # Use a daemon thread, so that a process that ends with an error does not wait for it.
+        # A daemon thread, because a process that ends with an error must not wait for it.
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
         if holder is not None:
             self._heart.start()
@@ -176,7 +183,7 @@ class RunLock:
             holder = _read_holder(self.path)
             self.is_lost = holder is not None and holder.token != self._holder.token
             if holder is not None and not self.is_lost:
-                # A failed update is no error, because the file server may be back at the next one.
+                # Ignore a failed update, because the file server may be back at the next one.
                 with suppress(OSError):
                     os.utime(self.path)
 
@@ -214,7 +221,7 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
         finally:
             lock.release()
     finally:
-        # Rmdir fails for a folder that is not empty, and such a folder must stay.
+        # rmdir fails if a folder is not empty, and such a folder must stay.
         with suppress(OSError):
             for created_folder in created_folders:
                 created_folder.rmdir()
@@ -240,7 +247,7 @@ def _acquire_lock(path: Path) -> Holder:
         is_alive = None if holder is None else holder.is_alive()
         if is_alive is None:
             is_alive = _watch_lock(path, holder)
-        if is_alive is None:  # the holder has released the lock meanwhile
+        if is_alive is None:  # None: the holder has released the lock meanwhile
             continue
         if is_alive:
             raise CheckpointError(
@@ -254,7 +261,7 @@ def _acquire_lock(path: Path) -> Holder:
 
 
 def _create_lock(path: Path, holder: Holder) -> bool:
-    """Create the lock file; return False if it exists already."""
+    """Create the lock file for ``holder``; return False if the file exists already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -279,7 +286,7 @@ def _read_holder(path: Path) -> Holder | None:
 
 
 def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
-    """Wait until the holder, on another machine, updates the lock file or counts as dead.
+    """Wait until a holder on another machine updates the lock file, or counts as dead.
 
     Returns:
         True if the holder updated the file, False if it counts as dead, None if the file was
@@ -288,7 +295,8 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
     first = _read_modification_time(path)
     if first is None:
         return None
-    # The file server set the modification time, so the time since then is measured by its clock.
+    # The modification time is by the file server's clock, so use that clock to compute how old it
+    # is.
     left_s = min(DEAD_AFTER_S, DEAD_AFTER_S - (_read_server_clock(path.parent) - first))
     if left_s > 0:
         say(
@@ -307,7 +315,8 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
 def _read_modification_time(path: Path) -> float | None:
     """Read when a file was last modified, in seconds since 1970; None if the file is gone."""
     try:
-        # Open the file first, because NFS may answer from its cache for a file that is not open.
+        # Open the file before reading its time: for a file that is not open, NFS may answer from
+        # its cache.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
@@ -330,17 +339,17 @@ def _read_server_clock(folder: Path) -> float:
 def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
     """Remove the lock of a dead job; return False if another job has removed it already.
 
-    Several jobs may find the same stale lock. Each holds ``flock`` on the stale file before it
-    looks at the path again, so none can remove the new file of a faster job.
+    Several jobs may find the same stale lock. Each one takes ``flock`` on the stale file, and then
+    checks that the path still names this file, so it cannot remove the new lock of a faster job.
     """
     try:
-        # NFS grants an exclusive lock only on a file that is open for writing.
+        # Open for writing if possible, because NFS grants an exclusive lock only on such a file.
         stale = path.open("r+b" if os.access(path, os.W_OK) else "rb")
     except FileNotFoundError:
         return False
     with stale:
-        # If a file server does not support flock, two jobs can both take the lock over, but only if
-        # they reach this line at the same moment.
+        # Some file servers do not support flock. Two jobs can then both take over the lock, but
+        # only if they reach this line at the same moment.
         with suppress(OSError):
             fcntl.flock(stale, fcntl.LOCK_EX)
         if not _is_same_file(path, stale) or _read_holder(path) != holder:
@@ -352,7 +361,7 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
 def _is_same_file(path: Path, file: BinaryIO) -> bool:
     """Tell if ``path`` still names the open file ``file``."""
     try:
-        # Open the file first, because NFS may answer from its cache otherwise.
+        # Open the file first: for a file that is not open, NFS may answer from its cache.
         with path.open("rb") as current:
             return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
     except FileNotFoundError:

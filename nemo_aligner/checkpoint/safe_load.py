@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from nemo_aligner.utils.errors import CheckpointError, first_line, short, shown
 
-# Text, YAML and JSON.
+# The first part reads text, YAML and JSON.
 
-# A model's settings have about a hundred values, and a scoring contract has a chat template of a
-# few kB, so these limits leave much room.
+# Limits for files of settings. They are generous: a model's settings have about a hundred values,
+# and a scoring contract has a chat template of a few kB.
 MAX_TEXT_BYTES = 2**20
 _MAX_NODES = 100_000
 _MAX_DEPTH = 50
@@ -50,8 +50,8 @@ def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
     """
     text, name = read_text(path, name), name or str(path)
     try:
-        # Compose the nodes and measure them first, because safe_load would expand aliases of
-        # aliases to any size.
+        # Measure the composed nodes before constructing the values, because safe_load would expand
+        # aliases of aliases to any size.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _check_size(node, name)
@@ -62,23 +62,36 @@ def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
 
 
 def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds one object; arguments and errors as in ``read_yaml``."""
+    """Read a JSON file that holds one object; ``read_yaml`` explains the arguments.
+
+    Raises:
+        CheckpointError: the file is missing or too large, or holds no valid JSON object.
+    """
     return parse_json(read_text(path, name), name or str(path))
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse a JSON object; the CheckpointError begins with ``name``."""
+    """Parse a text that holds one JSON object.
+
+    Raises:
+        CheckpointError: the text holds something else; the message begins with ``name``.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name}: {_describe_error(error)}") from error
-    # A more deeply nested value would exceed the recursion limit of code that walks or prints it.
+    # Limit the depth: a deeper value would exceed the recursion limit of code that walks or prints
+    # it.
     _check_depth(content, name)
     return _check_mapping(content, name)
 
 
 def read_text(path: Path, name: str | None = None) -> str:
-    """Read a small UTF-8 file; arguments and errors as in ``read_yaml``."""
+    """Read a small UTF-8 file; ``name`` is its name in errors, by default its path.
+
+    Raises:
+        CheckpointError: the file is missing, too large, or not UTF-8.
+    """
     name = name or str(path)
     if not path.is_file():
         raise CheckpointError(f"{name}: no such file")
@@ -100,7 +113,7 @@ def _check_mapping(content: Any, name: str) -> dict[str, Any]:
 
 def _check_depth(content: Any, name: str, depth: int = 0) -> None:
     if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels")
+        raise CheckpointError(f"{name}: its values are nested deeper than {_MAX_DEPTH} levels")
     if isinstance(content, dict | list):
         for part in content.values() if isinstance(content, dict) else content:
             _check_depth(part, name, depth + 1)
@@ -113,17 +126,19 @@ def _check_size(root: yaml.Node, name: str) -> None:
     def size(node: yaml.Node, depth: int) -> int:
         if depth > _MAX_DEPTH:
             raise CheckpointError(
-                f"{name}: nested deeper than {_MAX_DEPTH} levels, or an alias contains itself"
+                f"{name}: its values are nested deeper than {_MAX_DEPTH} levels, or an alias "
+                "contains itself"
             )
         if id(node) not in sizes:
             is_leaf = isinstance(node, yaml.ScalarNode)
             if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
                 raise CheckpointError(
-                    f"{name}: a number of {len(node.value)} digits, wanted at most {_MAX_DIGITS}"
+                    f"{name}: got a number of {len(node.value)} digits, wanted at most "
+                    f"{_MAX_DIGITS}"
                 )
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            # A long text counts by its length, because an alias may repeat a text, too.
+            # Count a long text by its length, because an alias may repeat texts, too.
             node_size = 1 + (len(node.value) // 10 if is_leaf else 0)
             children = (child for pair in pairs for child in pair)
             sizes[id(node)] = node_size + sum(size(child, depth + 1) for child in children)
@@ -137,22 +152,20 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# Reading of pickles.
-#
-# A pickle can refer to one object many times. With nested tuples of such references, a few bytes
-# make a dictionary key that takes hours to hash or to print, also in torch's weights-only loader.
-# So every value that is hashed, printed or passed to a call must be small, where an object counts
-# once for each reference to it.
+# The second part reads pickles.  A pickle can refer to one object many times. With nested tuples of
+# such references, a few bytes make a dictionary key that takes hours to hash or to print, also in
+# torch's weights-only loader. So every value that is hashed, printed or passed to a call must be
+# small, where an object counts once for each reference to it.
 
-# The C unpickler does not let a subclass override opcodes; Python's own unpickler does.
+# Python's unpickler is used, because a subclass of the C unpickler cannot override opcodes.
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def torch_archive(stored: BinaryIO) -> Any:
     """Open a zip file of ``torch.save`` with the reader that ``torch.load`` uses.
 
-    Python's zipfile does not give the offset of a member, and may choose another one if two
-    members have the same name.
+    Python's zipfile is not used: it does not tell the offset of a member, and if two members have
+    the same name, it may choose another one than torch.
     """
     stored.seek(0)
     return torch._C.PyTorchFileReader(stored)
@@ -161,15 +174,15 @@ def torch_archive(stored: BinaryIO) -> Any:
 def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
     """Return the size in bytes of the record ``name`` of ``torch_archive(stored)``.
 
-    torch's own ``get_record_size`` exists only since torch 2.12.
+    torch itself has ``get_record_size`` only since 2.12.
     """
     start = archive.get_record_header_offset(name)
     members = zipfile.ZipFile(stored).infolist()
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-_MAX_KEY_PARTS = 10_000  # limit for a key or a call's arguments; real ones have about a dozen parts
-_MAX_FILE_PARTS = 1_000_000  # limit for all that a file holds in addition to tensors
+_MAX_KEY_PARTS = 10_000  # most in a key or in a call's arguments; real ones have about a dozen
+_MAX_FILE_PARTS = 1_000_000  # most in a file, without the data of its tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -179,20 +192,20 @@ def _check_small(
 ) -> None:
     """Raise UnpicklingError if ``value`` has more than ``limit`` parts.
 
-    Items, keys and attributes are parts, as are the parts of these. A part counts once for each
-    reference to it; a string or bytes also count their length.
+    The parts of a value are its items, keys and attributes, and the parts of these. A part counts
+    once for each reference to it; the length of a string or bytes counts, too.
     """
     unvisited, parts = [value], 0
     while unvisited:
         item = unvisited.pop()
-        # No recursion, because a deeply nested object would overflow the stack.
+        # Loop instead of recursion, because a deeply nested object would overflow the stack.
         inside: Any = ()
         if isinstance(item, dict):
             inside = [*item, *item.values()]
         elif isinstance(item, tuple | list | set | frozenset):
             inside = item
-        # The inside of a class or function is not counted, because it comes from this package or
-        # from torch, not from the file.
+        # Do not look into classes and functions: they come from this package or from torch, not
+        # from the file.
         elif not isinstance(item, type | FunctionType | Enum):
             inside = getattr(item, "__dict__", {}).values()
         parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
@@ -201,7 +214,8 @@ def _check_small(
         unvisited += inside
 
 
-# For each opcode: the operands on the stack that it hashes, or that its errors may print.
+# For each opcode, the operands on the stack that it hashes, or that its errors may print; these
+# must be small.
 _KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
     pickle.SETITEM: lambda stack: stack[-2:-1],
     pickle.SETITEMS: lambda stack: stack[::2],
@@ -247,7 +261,7 @@ def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any
 
 @dataclass(eq=False)
 class Outline:
-    """Placeholder for an object that a pickle would create, so that it is never created.
+    """Placeholder for an object that a pickle asks to create; the object itself is not created.
 
     Attributes:
         name: name of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for
@@ -297,7 +311,7 @@ class _OutlineUnpickler(_PythonUnpickler):
                 f"it calls an object of the type {types[0]} with {types[1]}"
             )
         if function.name.endswith("bytearray") and not all(map(_is_text, arguments)):
-            # bytearray(n) allocates n zeros.
+            # Reject numbers: bytearray(n) would allocate n zeros.
             raise pickle.UnpicklingError("it makes a bytearray from something other than text")
         self.append(Outline(f"{function.name}()", list(arguments)))
 
@@ -327,12 +341,11 @@ def outline_of(stored: BinaryIO) -> Any:
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # Files with another beginning have the format before torch 1.6, which torch reads by other
-        # code.
+        # Other files have the format before torch 1.6, which torch reads by other, unchecked code.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())
-    if is_compressed:  # it may expand to any size
+    if is_compressed:  # could expand to any size
         raise zipfile.BadZipFile("it is compressed; torch.save writes uncompressed files")
     pickled = torch_archive(stored).get_record(_PICKLE_NAME)
     outline = _OutlineUnpickler(BytesIO(pickled), encoding="bytes").load()
@@ -350,7 +363,7 @@ def load_plain(stored: BinaryIO) -> Any:
         Exception: of many types, if the file is damaged, would run code, or would take too much
             time or memory.
     """
-    # The file is parsed twice: the first pass creates no objects and bounds the cost; the second is
+    # Read the file twice: the first pass creates no objects and bounds the cost, the second is
     # torch's.
     outline_of(stored)
     stored.seek(0)
@@ -378,11 +391,10 @@ def bounded_torch_load() -> Iterator[None]:
         torch.load = load
 
 
-# The index of a distributed checkpoint.
-#
-# ``.metadata`` is a pickle that torch reads with ``pickle.load``. The unpickler below creates only
-# the record types of torch.distributed.checkpoint, so a file that passes is safe for torch to read
-# afterwards. The values that it hashes or passes to calls are bounded as above.
+# The third part reads the index of a distributed checkpoint.  ``.metadata`` is a pickle that torch
+# reads with ``pickle.load``. The unpickler below creates only the record types of
+# torch.distributed.checkpoint, so a file that passes is safe for torch to read afterwards. The size
+# of values that it hashes or passes to calls is limited as in the second part.
 
 INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -425,11 +437,12 @@ class _AllowListUnpickler(_PythonUnpickler):
     """Unpickler for an index that creates only objects of the classes in ``_ALLOWED``."""
 
     dispatch = _bound_dispatch(_PythonUnpickler.dispatch)
-    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # remove opcodes that no index uses
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no index uses these opcodes
         del dispatch[_code[0]]
 
     def load_build(self) -> None:
-        # A pickle may set attributes of objects that it created, but not of classes.
+        # A pickle may set attributes of objects that it has created, but not those of classes or
+        # functions.
         if isinstance(self.stack[-2], type | FunctionType):
             raise pickle.UnpicklingError(f"it sets attributes of {self.stack[-2]!r}")
         super().load_build()
@@ -460,8 +473,8 @@ def read_metadata(folder: Path) -> Metadata:
         with path.open("rb") as stream:
             metadata = _AllowListUnpickler(stream).load()
         _check_structure(metadata)
-    except Exception as error:  # a broken pickle may raise anything
-        raise CheckpointError(f"{path}: refused or unreadable: {short(error)}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path}: cannot be read safely: {short(error)}") from error
     _check_locations(path, metadata)
     return metadata
 
@@ -483,7 +496,8 @@ def _check_structure(metadata: Any) -> None:
                 raise ValueError(
                     f"{shown(name)}: a shape has entries that are not integers from 0 on"
                 )
-    # Offsets and sizes are added and compared later; True or 1.5 would pass there unnoticed.
+    # Require int exactly: True or 1.5 would pass unnoticed where offsets and sizes are added and
+    # compared.
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
         numbers = info.offset, info.length
@@ -509,7 +523,7 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
             raise CheckpointError(
                 f"{path}: the data file {shown(name)} is outside the checkpoint's folder"
             )
-        # Through a link, any file of this machine could be read into the weights.
+        # Reject links: through a link, any file of this machine could be read into the weights.
         if (path.parent / name).is_symlink():
             raise CheckpointError(
                 f"{path}: the data file {shown(name)} is a link, wanted a plain file"

@@ -1,4 +1,4 @@
-"""Limit the rows in flight on a server or gateway: requests beyond the limit are rejected."""
+"""Limit the rows (samples) in flight on a server or gateway; reject requests beyond the limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 from nemo_aligner.serving.failures import FailureKind, RequestError
 
-_FIRST_GUESS = 100.0  # rows/s, assumed until a request has been answered
+_FIRST_GUESS = 100.0  # scoring speed in rows/s, assumed until the first request has been answered
 
 
 class BackpressureLimit:
     """Rejects requests that would put more than ``max_rows`` rows in flight.
 
-    ``key`` names the setting with the limit, for messages. All calls come from one event loop.
+    ``key`` is the name of the setting that has the limit; error messages show it. The class needs
+    no lock, because all calls come from one event loop.
     """
 
     def __init__(self, max_rows: int, key: str) -> None:
@@ -31,7 +32,8 @@ class BackpressureLimit:
         Raises:
             RequestError: too many rows are in flight; the error estimates when to try again.
         """
-        # Without the first condition, a request of more rows than the limit would never succeed.
+        # The first condition lets a request of more than max_rows rows succeed when the server is
+        # idle; otherwise it would be rejected forever.
         if self.rows_in_flight and self.rows_in_flight + rows > self._max_rows:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
             raise RequestError(
@@ -44,9 +46,10 @@ class BackpressureLimit:
         self.rows_in_flight += rows
         try:
             yield
-            # This line is reached only if the request was answered: its rows and those in flight
-            # before it have been scored, which gives a rate. A request without rows could set the
-            # rate to 0.
+            # This line is reached only if the request was answered. By then, its rows and the rows
+            # that were in flight before it have been scored, so their number divided by the time is
+            # the scoring speed. A request without rows is not counted, because it could set the
+            # speed to 0.
             if rows:
                 self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
         finally:

@@ -1,4 +1,4 @@
-"""The critic of a server: its backend on every rank, and its service on rank 0.
+"""Serve a PPO critic: ``CriticBackend`` computes on every rank, ``CriticService`` runs on rank 0.
 
 Requests for values are computed concurrently; training and saving run exclusively.
 """
@@ -70,7 +70,7 @@ class CriticService:
         self._lock = ReadWriteLock()
         # Held while a thread decodes a rollout, so that no later request runs before its training.
         self._arrivals = asyncio.Lock()
-        self._saved_step = run.learner.step  # a new or resumed run has no unsaved steps
+        self._saved_step = run.learner.step  # all steps so far are in the checkpoint
         self._contract = run.contract
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
         self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
@@ -83,7 +83,7 @@ class CriticService:
 
     @property
     def scoring(self) -> None:
-        """None, because the critic gives only values; a reward model has its own service."""
+        """Return None: a critic gives only values. A reward model has a separate service."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -94,7 +94,7 @@ class CriticService:
             Endpoint(wire.TRAIN_NAME, wire.TRAIN_INPUTS, wire.TRAIN_OUTPUTS, self._answer_train),
             Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._answer_save),
         ]
-        # If the server has a reward model, the reward model's service publishes the contract.
+        # If this server also has a reward model, the reward model's service publishes the contract.
         if self._has_rewards:
             return endpoints
         contract = contract_endpoint(self._read_contract, self._template_parts, self._read_counts)
@@ -134,7 +134,8 @@ class CriticService:
         with self._intake.counting_failures():
             refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
             if refuses and self._lock.is_exclusive:
-                # A client parses the seconds from the message, as Triton sends no Retry-After.
+                # The message tells the client when to try again, because Triton cannot send a
+                # Retry-After header.
                 raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
             request = await decode_request(inputs, self._config.server)
             check_num_rows(request, self._config.server)
@@ -143,7 +144,7 @@ class CriticService:
         return wire.encode_values(inputs, joined, truncated, self._has_rewards)
 
     async def _compute_values(self, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
-        """Compute padded values ``[N, S]`` of N samples, and a mask ``[N]`` of truncated ones.
+        """Compute padded values ``[N, S]`` of N samples, and whether each was truncated ``[N]``.
 
         With a reward model, each row begins with its reward: ``[N, 1 + S]``.
         """
@@ -159,25 +160,25 @@ class CriticService:
         return joined, np.array(encoded.truncated, dtype=bool)
 
     def _submit_shared(self, rows: list[Row]) -> Future[list[np.ndarray]]:
-        """Queue rows for values; they wait while training or saving runs."""
+        """Queue rows for values; they wait while the critic trains or saves."""
         return self._lock.submit(partial(self._batcher.submit, rows), exclusive=False)
 
     async def _answer_train(self, inputs: Tensors) -> Tensors:
-        # The rollout is checked here and not on the ranks, because an error must not leave only
-        # some ranks trained. A thread does it, because millions of values block the event loop.
+        # Rank 0 checks the rollout before any rank gets it: an error on only some ranks would leave
+        # only the others trained. A thread does it, because millions of values would block the
+        # event loop.
         async with self._arrivals:
             rollout = await asyncio.to_thread(self._decode_rollout, inputs)
             begin = partial(self._begin_training, rollout)
             answer = self._lock.submit(begin, exclusive=True)
         steps = await answer_of(answer)
-        # The mean is over values and not over updates, because updates differ in their number of
-        # values.
+        # Weighted by values, because updates differ in their number of values.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
 
-    # The results of training and saving are recorded by callbacks, before other work begins. The
-    # task of the request cannot do it, because it is cancelled if the sender leaves.
+    # Callbacks record the results of training and saving before other work begins. The coroutine
+    # that answers the request cannot do it, because it is cancelled if the client disconnects.
 
     def _begin_training(self, rollout: Rollout) -> Future[list[ValueStep]]:
         training: Future[list[ValueStep]] = self._ranks.submit(TRAIN, *vars(rollout).values())
@@ -228,7 +229,7 @@ def _do_nothing() -> Future[None]:
 
 
 def _warn_of_unsaved_steps(step: int, saved_step: int) -> str | None:
-    """Describe training that was not saved when the service ends; None if all is saved."""
+    """Return a warning if training steps after the last save are lost at the end; else None."""
     if step <= saved_step:
         return None
     is_single = step == saved_step + 1
@@ -246,9 +247,9 @@ def _describe_step(step: ValueStep) -> str:
     )
 
 
-# The critic on every rank, and the reward model if there is one. Only the model at work has its
-# weights on the GPU, and the critic's optimizer is there only during training. Everything else
-# waits in host memory (``models/offload.py``).
+# The code below runs on every rank: the critic, and the reward model if there is one. Only the
+# model that computes has its weights on the GPU, and the critic's optimizer is there only during
+# training. Everything else waits in host memory (``models/offload.py``).
 
 _MEMORY = "show memory"
 _REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradients"
@@ -256,7 +257,10 @@ _MIB = 2**20
 
 
 class CriticBackend:
-    """A critic's run on every rank, and on the same ranks a reward model's scorer, if any."""
+    """Computes values and trains the critic on every rank.
+
+    With a scorer, it computes rewards, too.
+    """
 
     def __init__(
         self,
@@ -284,7 +288,10 @@ class CriticBackend:
         }
 
     def reset_cache(self) -> None:
-        """Do nothing: the critic has no cache, and the reward model's backend has its own."""
+        """Do nothing, as ``Backend`` requires the method: the critic has no prefix cache.
+
+        The reward model's backend resets its own cache.
+        """
 
     def start(self, ranks: ModelRanks) -> CriticService:
         lines = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
@@ -300,7 +307,10 @@ class CriticBackend:
         return CriticService(self._run, self._config, ranks, lines, has_rewards=has_rewards)
 
     def make_room_for_rewards(self) -> None:
-        """Move the reward model to the device; every rank calls it before scoring."""
+        """Move the reward model to the GPU.
+
+        Every rank calls this before the reward model scores.
+        """
         self._offloading.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
@@ -313,7 +323,10 @@ class CriticBackend:
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _compute_values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Return ``[tokens]`` values of each row; with a scorer, its reward and then its values."""
+        """Return the values ``[tokens]`` of each row.
+
+        If there is a reward model, the row's reward comes before its values: ``[1 + tokens]``.
+        """
         if self._scorer is None:
             return self._compute_only_values(rows)
         # The model that is on the device now computes first, which saves one of two moves between
@@ -331,7 +344,7 @@ class CriticBackend:
         return self._run.learner.values([row.ids for row in rows])
 
     def _compute_rewards(self, rows: Sequence[Row]) -> np.ndarray:
-        """Compute rewards ``[N]`` float32, merged by the attribute weights of the contract."""
+        """Compute rewards ``[N]`` float32: sums of the attributes, with the contract's weights."""
         assert self._scorer is not None
         self.make_room_for_rewards()
         rewards, _ = self._scorer.read_outputs(np.concatenate(self._scorer.compute(rows)))
@@ -352,9 +365,10 @@ class CriticBackend:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """Return log lines with the memory in use during scoring, giving values and training.
+        """Return log lines with the GPU memory in use while scoring, computing values and training.
 
-        Before each measurement, the models are moved to where that kind of work needs them.
+        Before each measurement, the models are moved to the GPU or the host as that work needs
+        them.
         """
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []

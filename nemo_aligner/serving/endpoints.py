@@ -1,4 +1,4 @@
-"""Endpoints of KServe v2: their names, tensors, and the coroutine that answers a request.
+"""The models that the server offers over KServe v2: name, tensors, and the function that answers.
 
 The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) serve the same endpoints.
 ``reward_endpoints`` builds the endpoints of any ``ScoringService``, so a gateway has them, too. A
@@ -29,7 +29,7 @@ _SHORT_BYTES = 64 * 2**10
 _FEW_ROWS = 256
 
 T = TypeVar("T")
-# Two threads, because JSON parsers hold the GIL: more threads would slow down the event loop.
+# Not more than two threads, because JSON parsers hold the GIL: more would slow down the event loop.
 _large_bodies = ThreadPoolExecutor(2, "large bodies")
 
 
@@ -68,7 +68,7 @@ def reward_endpoints(
     """
 
     async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
-        # Failures are counted here only while decoding: ``service.answer`` counts its own failures.
+        # Only failures while decoding are counted here: ``service.answer`` counts its own failures.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
@@ -109,10 +109,11 @@ def contract_endpoint(
 ) -> Endpoint:
     """Build the endpoint ``contract``: the scoring contract and the counts of a server.
 
-    All arguments are called for each request: ``template_parts`` returns what the chat template
-    writes around a sample, ``statistics`` the counts by name.
+    All arguments are functions, called for each request: ``template_parts`` returns the text that
+    the chat template writes around a sample, ``statistics`` the counts by name.
 
-    ``fingerprint`` is called after ``contract`` was awaited, so that both describe the same model.
+    ``fingerprint`` returns the model fingerprint. It is called after ``contract`` was awaited, so
+    that both describe the same model.
     """
 
     async def publish(inputs: Tensors) -> Tensors:
@@ -128,10 +129,10 @@ def contract_endpoint(
 
 
 async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
-    """Decode the tensors of a request (``kserve.decode_request``); large ones in another thread.
+    """Decode the tensors of a KServe request; a request of more than 64 KiB in another thread.
 
     Raises:
-        RequestError: the tensors have more than ``max_request_bytes``.
+        RequestError: the tensors have more than ``max_request_bytes`` bytes.
         ServingError: the tensors are invalid.
     """
     num_bytes = check_num_bytes(inputs, limits)
@@ -139,10 +140,10 @@ async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
 
 
 def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
-    """Count the bytes of a request's tensors; Triton itself does not limit them.
+    """Count the bytes of a request's tensors, and check the limit, because Triton has none.
 
     Raises:
-        RequestError: the tensors have more than ``max_request_bytes``.
+        RequestError: the tensors have more than ``max_request_bytes`` bytes.
     """
     _, num_bytes = kserve.size_of_request(inputs)
     if num_bytes > limits.max_request_bytes:
@@ -155,9 +156,10 @@ def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
 
 
 async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-    """Return ``work(*arguments)``; above ``_SHORT_BYTES`` bytes, it runs in another thread.
+    """Return ``work(*arguments)``, and run it in another thread if the data is large.
 
-    The event loop can then answer other requests meanwhile.
+    ``num_bytes`` is the size of the data. Above ``_SHORT_BYTES``, the work would keep the event
+    loop from answering other requests.
     """
     if num_bytes <= _SHORT_BYTES:
         return work(*arguments)

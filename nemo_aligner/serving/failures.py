@@ -1,4 +1,4 @@
-"""Failed requests: one table of failure kinds for all servers and clients, and the exceptions.
+"""Failed requests: the table of failure kinds for all servers and clients, and the exceptions.
 
 On a server, any function may raise any exception. Where the request is answered, in
 ``serving/front/`` and ``serving/triton.py``, ``failure_of`` converts it to a ``RequestError``. Its
@@ -36,8 +36,8 @@ class FailureKind(Enum):
             "fail" raises; "retry" sends the request again.
     """
 
-    # The sender must fix the request (bad_request), send the right token (unauthorized), or send a
-    # smaller request (too_large).
+    # Kinds that the sender must correct: fix the request (bad_request), send the right token
+    # (unauthorized), or send a smaller request (too_large).
     bad_request = (
         400,
         (422,),
@@ -49,8 +49,8 @@ class FailureKind(Enum):
     )
     unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
     too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
-    # The server is full, or does not answer. Both are temporary, so the status is the same. After
-    # ``unreachable``, a client needs a new handshake before it sends more.
+    # The server is full (busy), or does not answer (unreachable). Both are temporary, so the status
+    # is the same. Only after unreachable, a client needs a new handshake before it sends more.
     busy = (
         503,
         (429,),
@@ -69,8 +69,9 @@ class FailureKind(Enum):
         "transport_unreachable",
         "retry",
     )
-    # The server's log has the details. The same request would fail again, and so would all other
-    # rollouts of Gym: a run must not continue with a reward of 0 for each of them.
+    # A bug or a failure of the model; the server's log has the details. The same request would fail
+    # again, and so would all other rollouts of NeMo Gym: a run must not continue with a reward of 0
+    # for each of them.
     internal = (500, (), "INTERNAL", "InternalServerError", "Backend", None, "fail")
 
     def __init__(
@@ -125,21 +126,22 @@ class RequestError(ServingError):
 def failure_of(error: Exception) -> RequestError:
     """Convert the exception of a request to the failure that is reported to its sender."""
     text = one_line(error)
-    # Errors of this package have a message for the sender; any other exception is a bug.
+    # An AlignerError has a message that is written for the sender; any other exception is a bug.
     if not isinstance(error, AlignerError):
-        logger.error("a request could not be answered", exc_info=error)
+        logger.error("a request failed because of a bug", exc_info=error)
         text = f"internal error: {type(error).__name__}: {text}"
         return RequestError(text, FailureKind.internal)
-    logger.debug("a request was rejected", exc_info=error)  # ``--debug`` shows where
+    logger.debug("a request was rejected", exc_info=error)  # shown with ``--debug``
     if isinstance(error, RequestError):
         return error
     return RequestError(text, FailureKind.bad_request)
 
 
 def public_failure(error: Exception) -> RequestError:
-    """Convert an exception like ``failure_of``, for the answer to an HTTP request.
+    """Convert an exception to a ``RequestError`` for the answer to an HTTP request.
 
-    The details of a bug are hidden: the sender gets a number, and the log has the details under it.
+    The details of a bug are hidden: the sender gets only a number, and the log has the details
+    under the same number.
     """
     if isinstance(error, AlignerError):
         return failure_of(error)
@@ -152,9 +154,9 @@ def public_failure(error: Exception) -> RequestError:
     return RequestError(text, FailureKind.internal)
 
 
-# Texts from which a client recognizes the bad row, a wrong token, a request that is too large, and
-# when to try again. Triton's errors have no other place for them: it sends no status 401 or 413 and
-# no Retry-After. Changing a server's messages so that they do not match would break older clients.
+# Message texts from which a client recognizes the bad row, a wrong token, a request that is too
+# large, and when to try again. The messages have these facts, because Triton sends no status 401 or
+# 413 and no Retry-After. A server must keep them: changed messages would break older clients.
 
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
@@ -184,7 +186,7 @@ class RefusedError(RequestError):
 
     @property
     def is_too_large(self) -> bool:
-        """Tell whether the request has too many bytes, so that parts of it may be accepted."""
+        """Tell whether the request has too many bytes; then smaller requests may be accepted."""
         is_triton_error = self.status == 400 and bool(_TOO_LARGE.search(self.message))
         return is_triton_error or self.kind is FailureKind.too_large
 
@@ -199,7 +201,7 @@ class RefusedError(RequestError):
         return _ROW.sub("", self.message)
 
     def of_row(self, row: int) -> RefusedError:
-        """Copy the error with the row number that the caller uses."""
+        """Return a copy with another ``row``: the row's number in the caller's list of samples."""
         message = self.message.replace(f"row {self.row}: ", f"row {row}: ", 1)
         return RefusedError(self.server, self.status, message)
 
@@ -224,7 +226,7 @@ class UnavailableError(RequestError):
 
 
 def retry_after(message: str, header: str) -> float | None:
-    """Return after how many seconds a busy server may be tried again; None if it is unknown.
+    """Return the seconds to wait before sending to a busy server again; None if unknown.
 
     The seconds in the error ``message`` take precedence over those in ``header`` (``Retry-After``).
     """

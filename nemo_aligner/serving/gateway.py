@@ -1,6 +1,7 @@
 """Run the gateway from its settings until it is stopped.
 
-The process holds no model, so nothing here may import torch, which takes seconds and 300 MB.
+The gateway has no model, so no module that it uses may import torch, which takes seconds and 300
+MB.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def run_gateway(config: GatewayRunConfig) -> int:
     Raises:
         AlignerError: the settings are invalid, or the port is taken.
     """
-    # Answers tell which rows are rejected or cut; log lines for them would only fill the log.
+    # Silence the client's warnings about rejected and cut rows: the gateway's answers already have
+    # them.
     logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
     settings = config.gateway
     token = find_token(settings.token_file, settings.token_variable, "gateway.token")

@@ -33,12 +33,14 @@ from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode samples. With one, a long sample would block all others.
 _ENCODERS = 2
-# Up to this cost, encoding in the event loop is faster than waking a thread. The cost counts
-# characters or token ids; rows and turns have a constant cost, as even empty ones take time.
+# Requests up to this cost are encoded in the event loop, which is faster than waking a thread. The
+# cost is the number of characters or token ids. Each row and turn adds a constant, because even an
+# empty one takes time.
 _SHORT = 2000
 _COST_OF_ROW = 50
 _COST_OF_TURN = 30
-# Most samples of a request that may exceed the time limit; the samples after them are not tried.
+# Most samples of a request that may exceed the time limit. After that many, the request's further
+# samples are not tried.
 _MOST_SLOW = 3
 
 P = ParamSpec("P")
@@ -69,12 +71,12 @@ class EncodedRequest:
     num_tokens: int
 
     def check_finite(self, values: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
-        """Fail if the model has computed NaN or infinity, which would reach a trainer's loss.
+        """Raise an error if the model has computed NaN or infinity, which could reach a loss.
 
         The whole request fails, because its other values come from the same model.
 
         Args:
-            values: ``[S, ...]``, row after row.
+            values: ``[S, ...]`` outputs of the model, row after row.
             ends: for each row, the end of its values in ``values``.
 
         Raises:
@@ -91,7 +93,7 @@ class EncodedRequest:
 
 
 class _Sample(NamedTuple):
-    """An encoded sample; ``EncodedRequest`` has a list of each of its fields."""
+    """An encoded sample; its fields become one element of each list in ``EncodedRequest``."""
 
     row: Row
     number: int
@@ -101,14 +103,14 @@ class _Sample(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """The reason why a sample could not be encoded; ``is_slow`` if it exceeded the time limit."""
+    """A sample that could not be encoded, and why; ``is_slow`` if it exceeded the time limit."""
 
     reason: str
     is_slow: bool
 
 
 class Intake:
-    """Checks, encodes and counts requests; must be used in a single event loop.
+    """Checks, encodes and counts the requests of a service; must be used in a single event loop.
 
     Attributes:
         meter: counts requests and calls.
@@ -122,19 +124,19 @@ class Intake:
         has_steps: bool = False,
         needs_lengths: bool = False,
     ) -> None:
-        """Start the threads.
+        """Start the threads that encode samples.
 
         Args:
             encoder: encodes samples by a scoring contract.
             config: limits and timeouts.
-            has_steps: rows are read at each turn or step.
-            needs_lengths: count the tokens of replies, for a length penalty.
+            has_steps: whether the model gives a reward for each turn or step.
+            needs_lengths: whether to count the tokens of replies, for a length penalty.
         """
         self._encoder = encoder
         self._config = config
         self._has_steps, self._needs_lengths = has_steps, needs_lengths
-        # A template that comes from an archive, unlike a built-in one, may run forever for some
-        # conversation.
+        # Built-in templates end always. One that comes from an archive may run forever for some
+        # conversation, so it is never run in the event loop.
         self._has_known_template = bool(name_of(encoder.contract.template))
         seconds, key = config.encode_timeout_secs, f"{config.section}.encode_timeout_secs"
         self._threads = TimedThreads(
@@ -148,7 +150,7 @@ class Intake:
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count a request as rejected if the block that answers it raises."""
+        """Count the request as rejected if the ``with`` block, which answers it, raises."""
         try:
             yield
         except Exception:
@@ -160,7 +162,7 @@ class Intake:
 
         Args:
             request: the samples.
-            sets_rows_aside: collect samples that cannot be encoded in ``errors``. Otherwise the
+            sets_rows_aside: collect samples that cannot be encoded in ``errors``. If False, the
                 first one fails the request.
 
         Raises:
@@ -176,8 +178,8 @@ class Intake:
                 work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
                 await self._threads.run(work)
             except TooSlowError as error:
-                # The thread cannot be interrupted. Another thread encodes the remaining samples,
-                # into a new list, because the blocked thread may still append to the old list.
+                # Python cannot interrupt the blocked thread. Another thread encodes the remaining
+                # samples into a new list, because the blocked one may still append to the old list.
                 position = num_encoded + error.step
                 if not sets_rows_aside:
                     raise _row_error(request.row_numbers[position], error) from error
@@ -204,7 +206,8 @@ class Intake:
     def _cost_of_text(self, sample: Text) -> int:
         if isinstance(sample, str):
             return len(sample)
-        # Content parts, tools and documents take longer than their number of characters suggests.
+        # Encoding may take longer than the number of characters suggests, with a template from an
+        # archive, content parts, tools or documents.
         if not (self._has_known_template and isinstance(sample, list)):
             return _SHORT + 1
         if _COST_OF_TURN * len(sample) > _SHORT or not is_plain(sample):
@@ -218,7 +221,7 @@ class Intake:
         outcomes: list[_Sample | _Failure],
         run_step: RunStep,
     ) -> None:
-        """Encode the samples that have no outcome yet, and append their outcomes."""
+        """Encode the samples after the first ``len(outcomes)``, and append a result for each."""
         self._check_add_eos(request)
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         encode: Callable[[Any], tuple[EncodedText, int]] = (
@@ -267,7 +270,7 @@ class Intake:
 
     def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
         self._encoder.check_tokens(token_ids)
-        # It is unknown where the reply begins in token ids, so all of them count as the reply.
+        # In token ids, it is unknown where the reply begins, so all of them count as the reply.
         return EncodedText(token_ids, False), len(token_ids)
 
     def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
@@ -286,10 +289,12 @@ class Intake:
     def _check_add_eos(self, request: ScoreRequest) -> None:
         """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        The contract's rule would be used anyway, so the client would get other rewards than it
-        expects.
+        ``add_EOS`` in a request says whether its sender expects an EOS token after the text. The
+        server always follows the contract's rule, so another expectation would mean unexpected
+        rewards.
         """
-        # Only raw texts may get an EOS: a template writes its own end, and token ids are unchanged.
+        # Only a raw text may get an EOS: a chat template writes its own end, and token ids are not
+        # changed.
         is_raw = any(isinstance(sample, str) for sample in request.texts or ())
         expected = self._encoder.contract.add_eos and is_raw
         for number, flag in zip(request.row_numbers, request.add_eos or (), strict=False):
@@ -308,15 +313,15 @@ def _call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) ->
 
 
 def _row_error(number: int, error: Exception) -> RequestError:
-    """Build the error of a row; clients also read the row's number from the message."""
+    """Build the error of a row; its message has the row's number, which clients read from it."""
     message = f"row {number}: {one_line(error)}"
     return RequestError(message, FailureKind.bad_request, row=number)
 
 
 async def answer_of(ranks: Future[T]) -> T:
-    """Wait for a result of the ranks, and convert an error to a ``RequestError``.
+    """Wait for a result that the ranks compute, and convert an error to a ``RequestError``.
 
-    If the task that waits is cancelled, the work is cancelled, too.
+    If the waiting task is cancelled, the computation is cancelled, too.
 
     Raises:
         RequestError: the ranks are lost, so another server has to answer; or the model failed.

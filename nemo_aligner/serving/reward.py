@@ -1,4 +1,4 @@
-"""The reward model of a server: its backend on every rank, and its service on rank 0."""
+"""Serve a reward model: ``RewardBackend`` computes on every rank, ``LocalService`` is on rank 0."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ from nemo_aligner.serving.scoring import (
 from nemo_aligner.utils.host_transfer import Arriving
 
 _COMPUTE = "compute rewards"
-# This server's name in the answers of ``probe`` and ``statistics``.
+# The name that answers of ``probe`` and ``statistics`` give this server.
 _LOCAL = "local"
 
 
 @dataclass(frozen=True)
 class RewardBackend:
-    """A scorer on every rank; ``prepare`` is called before each call, e.g. to move the weights."""
+    """The scorer of a rank, for serving.
+
+    ``prepare`` is called before each forward pass, e.g. to move the weights to the GPU.
+    """
 
     scorer: TokenScorer
     config: ServerConfig
@@ -51,7 +54,8 @@ class RewardBackend:
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        # Only with a GPU can the host plan the next call while the device computes.
+        # A Launch returns before the device has finished, so that the host can plan the next call;
+        # without a GPU, this gains nothing.
         return {_COMPUTE: Launch(self._begin) if torch.cuda.is_available() else self._compute}
 
     def reset_cache(self) -> None:
@@ -88,7 +92,7 @@ class LocalService(ScoringService):
         keeps_steps = shaper is None or shaper.keeps_steps
         # Whether answers have the rewards of turns or steps.
         self._returns_steps = scorer.contract.has_steps and keeps_steps
-        # How the rewards of a sample's turns or steps are merged into one reward. None: the last
+        # How the rewards of a sample's turns or steps are merged into one reward. If None, the last
         # reward is that of the sample.
         self._aggregate = None if scorer.contract.aggregate is None else scorer.contract.aggregation
         self._intake = Intake(
@@ -105,7 +109,7 @@ class LocalService(ScoringService):
         )
         self._reported_cached = 0
 
-    # Methods of the ScoringService interface.
+    # The methods of the ScoringService interface follow.
 
     def counting_failures(self) -> AbstractContextManager[None]:
         return self._intake.counting_failures()
@@ -130,7 +134,7 @@ class LocalService(ScoringService):
         return {_LOCAL: None}
 
     async def statistics(self) -> dict[str, dict[str, float]]:
-        """Return counts since the start, and the length of the queue; see ``Meter.statistics``."""
+        """Return this server's counts since its start, e.g. of requests, and its queue length."""
         counts = self._scorer.counts
         return {
             _LOCAL: {
@@ -172,13 +176,15 @@ class LocalService(ScoringService):
         ends = np.cumsum([*map(len, arrays)])
         rewards, spread = self._scorer.read_outputs(outputs)
         encoded.check_finite(rewards, ends)
-        sample_rows = ends - 1  # rows with the reward of each whole sample
+        sample_rows = ends - 1  # index of each whole sample's reward
         if self._aggregate is not None:
-            # Raw rewards are merged before shaping, whose rules apply to a sample's one reward.
+            # Merge raw rewards of steps before shaping, because the shaping rules are for one
+            # reward per sample.
             merged = aggregate_texts(rewards, [0, *ends.tolist()], self._aggregate)
             num_steps = len(rewards) if self._returns_steps else 0
             rewards = np.concatenate([rewards[:num_steps], merged])
-            # Outputs and spreads cannot be merged: a sample has those of its last step.
+            # Outputs and spreads of steps cannot be merged, so a sample gets those of its last
+            # step.
             rows = np.append(np.arange(num_steps), sample_rows)
             outputs, spread = outputs[rows], None if spread is None else spread[rows]
             sample_rows = num_steps + np.arange(len(merged))
@@ -197,7 +203,7 @@ class LocalService(ScoringService):
             return scored
         return _split_by_sample(scored, encoded, ends, sample_rows)
 
-    # Methods of the Service interface.
+    # The methods of the Service interface follow.
 
     @property
     def scoring(self) -> ScoringService:
@@ -209,7 +215,7 @@ class LocalService(ScoringService):
 
     @property
     def _optional_outputs(self) -> tuple[str, ...]:
-        """Names of the outputs that shaping, or a head with several outputs, adds."""
+        """Names of the outputs that shaping, or a head with several outputs per attribute, adds."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
         head = () if self._scorer.contract.readout is None else ("spread", "outputs")
         return (*shaped, *head, *(("steps",) if self._returns_steps else ()))
@@ -256,14 +262,14 @@ class LocalService(ScoringService):
 def _split_by_sample(
     scored: ScoredRows, encoded: EncodedRequest, ends: np.ndarray, sample_rows: np.ndarray
 ) -> ScoredRows:
-    """Return the rows of N samples, each with its ``steps``.
+    """Convert rows of turns or steps to the rows of N samples, each with its ``steps``.
 
     Args:
         scored: one row per turn or step, sample after sample, then the rows of whole samples, if
             there are any.
         encoded: the samples.
         ends: ``[N]`` end of each sample's turns or steps in the rows.
-        sample_rows: ``[N]`` row of each whole sample.
+        sample_rows: ``[N]`` index of the row with each whole sample's reward.
     """
     steps = np.full(len(ends), None, dtype=np.object_)
     for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
@@ -271,12 +277,12 @@ def _split_by_sample(
     arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # that one is by sample already
+        if isinstance(values, np.ndarray) and name != "exceeded"  # exceeded is by sample already
     }
     return replace(scored, **arrays, steps=steps)
 
 
-# Log lines that explain rewards on these scales; rewards on other scales need no explanation.
+# Log lines at the start of a server that explain rewards on these scales; other scales need none.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
     LOG_ODDS: ["Rewards are log-odds of a correct step; their sigmoid is its probability"],
@@ -284,7 +290,7 @@ _SCALES = {
 
 
 def _format_rule(rule: Any) -> str:
-    """Format a rule of shaping: hashes shortened, single numbers without brackets."""
+    """Format a shaping rule's value for the log: short hashes, no brackets around one number."""
     if isinstance(rule, dict):
         return ", ".join(f"{name} {_format_rule(value)}" for name, value in rule.items())
     if isinstance(rule, list):

@@ -97,14 +97,14 @@ def _load_model(
     return scorer
 
 
-# The critic's server.
+# The critic's server follows.
 
 
 def run_critic_server(config: ServeCriticConfig) -> int:
     """Serve a critic, and a reward model if configured, on all ranks; return the exit code.
 
     Raises:
-        AlignerError: the settings, the model or the run are invalid.
+        AlignerError: the settings, the model, or the training run to resume are invalid.
     """
     if config.pretrained_checkpoint.restore_from_path is None:
         raise ConfigError(
@@ -141,7 +141,7 @@ def _build_backends(
 
 
 def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
-    """Raise ConfigError if the reward model encodes samples to other token ids than the critic."""
+    """Raise ConfigError if reward model and critic would encode a sample to different token ids."""
     for name in ("tokenizer_fingerprint", "seq_length"):
         actual, expected = getattr(rewards, name), getattr(critic, name)
         if actual != expected:
@@ -150,16 +150,18 @@ def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringCon
             )
 
 
-# Running a server in another process during a ``with`` block.
+# The code below runs a server in another process while a ``with`` block runs.
 
 START_S = 300
 STOP_S = 60
-_SHOWN_CHARACTERS = 3000  # how much of the log an error shows
+_SHOWN_CHARACTERS = 3000  # number of characters from the end of the log that an error shows
 
 
 @contextmanager
 def running_server(settings: Sequence[str], log: Path) -> Iterator[str]:
-    """Run a server with these settings on a free port of this machine, and yield its URL.
+    """Run a server in another process on a free port of this machine, and yield its URL.
+
+    ``settings`` are command-line settings of ``nemo-aligner serve``.
 
     The output of the server goes to the file ``log``.
 

@@ -5,9 +5,13 @@ Every protocol's route calls a ``ScoringService``. There are two implementations
 * ``LocalService`` (``reward.py``): the batcher, executor and ranks of this server;
 * ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway.
 
-This module has what both share: the limit of rows in flight, completion of turns, detection of
-foreign rows (raw samples that are not written in the model's chat template), rows that are rejected
-before scoring, and the drift of recent rewards.
+This module has what both share:
+
+* the limit of rows in flight;
+* the completion of raw samples that end with an end-of-turn token;
+* the detection of foreign rows (raw samples that are not written in the model's chat template);
+* the results of rows that are rejected before scoring;
+* the drift of recent rewards.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 
-# Advice to clients whose samples are written in another chat template.
+# Advice in messages to clients whose raw texts are written in another chat template.
 FOREIGN_ADVICE = (
     "Send messages, which the server writes in the model's template, or write the texts in that "
     "template (field template of /v1/contract)"
@@ -39,7 +43,7 @@ FOREIGN_ADVICE = (
 class TemplateParts:
     """The texts that the model's chat template writes at the end of a turn and around a sample.
 
-    A part is None if the template does not have it.
+    A field is None if the template writes no such text.
     """
 
     turn_end: TurnEnd | None = None
@@ -50,9 +54,10 @@ class ScoringService(ABC):
     """Scores requests for the routes of an HTTP front; must be used in a single event loop.
 
     Attributes:
-        contract: scoring contract of the newest rewards; None before the first rewards, and for
+        contract: scoring contract of the latest rewards; None before the first rewards, and for
             upstream servers that publish none.
-        fingerprint: fingerprint of the model of the newest rewards; None in the same cases.
+        fingerprint: fingerprint of the model that computed the latest rewards; None before the
+            first rewards, and for upstream servers that publish none.
         recent: the latest rewards, to compute their drift.
         limits: settings of the front, including the limits of a request.
     """
@@ -72,7 +77,10 @@ class ScoringService(ABC):
         return self._limit.rows_in_flight
 
     def counting_failures(self) -> AbstractContextManager[None]:
-        """Count a request as rejected if the block raises; by default nothing is counted."""
+        """Count a request as rejected if the ``with`` block raises.
+
+        By default nothing is counted; ``LocalService`` counts.
+        """
         return nullcontext()
 
     async def answer(
@@ -101,11 +109,11 @@ class ScoringService(ABC):
     async def _score(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
     ) -> ScoredRows:
-        """Score the rows that are not in ``request.refused``; see ``answer``."""
+        """Score the rows that are not in ``request.refused``; ``answer`` explains the arguments."""
 
     @abstractmethod
     async def template_parts(self) -> TemplateParts:
-        """Return what the model's chat template writes around a sample.
+        """Return the texts that the model's chat template writes after a reply and around a sample.
 
         Raises:
             RequestError: no server publishes these texts.
@@ -121,7 +129,7 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def find_contract(self) -> ScoringContract | None:
-        """Like ``read_contract``, but None if the servers publish none, as NeMo-Aligner's do.
+        """Return the scoring contract; None if the servers publish none, as NVIDIA's NeMo-Aligner.
 
         Raises:
             RequestError: no server answers, or fetching the contract failed otherwise.
@@ -129,30 +137,31 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def probe(self) -> dict[str, str | None]:
-        """Map the name of each server to the reason why it gives no rewards now, or to None."""
+        """Map the name of each server to why it gives no rewards now, or to None if it does."""
 
     @abstractmethod
     async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
         """Map the name of each server to its counts since the start; None if it is unreachable."""
 
     async def start(self) -> None:
-        """Start background tasks, in the event loop of the front."""
+        """Start background tasks in the front's event loop; by default there are none."""
         return
 
     async def close(self) -> None:
-        """End background tasks, after all requests are answered."""
+        """End background tasks, after all requests are answered; by default there are none."""
         return
 
     async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
-        """Complete raw texts and token rows that end at an end of turn.
+        """Complete raw texts and token rows that end with the model's end-of-turn token.
 
-        The reward model's chat template may write more after the end of a turn than the policy's.
+        The model was trained with the text that its chat template writes after that token, e.g. a
+        line break. A policy stops at the token, so its samples lack the text.
 
         Returns:
             The request, and the number of its rows that were completed.
 
         Raises:
-            RequestError: no server publishes what its template writes.
+            RequestError: no server publishes the texts of its chat template.
         """
         turn = (await self.template_parts()).turn_end if self._completes_turns else None
         if turn is None:
@@ -165,7 +174,8 @@ class ScoringService(ABC):
                 flush=True,
             )
         if request.texts is not None:
-            # Conversations need no completion, because the template writes whole turns.
+            # Conversations need no completion: the server writes them in the template as whole
+            # turns.
             texts = [
                 turn.complete(text) if isinstance(text, str) else text for text in request.texts
             ]
@@ -181,7 +191,7 @@ class ScoringService(ABC):
             Row number in the request -> how the row differs from the template.
 
         Raises:
-            RequestError: no server publishes what its template writes.
+            RequestError: no server publishes the texts of its chat template.
         """
         rows: Sequence[Any] = request.texts or request.token_lists or ()
         raw_rows = {
@@ -210,7 +220,7 @@ def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows
     """
     if not refused:
         return scored
-    # The scored rows are numbered without the rejected ones.
+    # ``scored.errors`` numbers only the scored rows, without the rejected ones.
     total = len(scored.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
     arrays: dict[str, Any] = {
@@ -232,7 +242,7 @@ def check_num_rows(request: ScoreRequest, config: FrontConfig) -> None:
         )
 
 
-# Drift of recent rewards from the statistics in the scoring contract.
+# The code below measures how far recent rewards drift from the statistics in the scoring contract.
 
 
 @dataclass(frozen=True)
@@ -256,7 +266,7 @@ class AttributeDrift:
 
 
 class RecentRewards:
-    """Keeps the latest rewards, at most ``most_rows``; rows without a reward are skipped."""
+    """Keeps the latest rewards, at most ``most_rows`` rows; rows without a reward are skipped."""
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
@@ -265,14 +275,17 @@ class RecentRewards:
     def add(self, rewards: np.ndarray) -> None:
         """Add rewards ``[N, A]``; if A has changed, earlier rewards are dropped."""
         scored = rewards[np.isfinite(rewards).all(axis=1)]
-        # The number of attributes changes if the backends' model is replaced.
+        # The number of attributes changes if the backends now have another model.
         if len(scored) and scored.shape[1] != self._rewards.shape[1]:
             self._rewards = np.zeros((0, scored.shape[1]), dtype=np.float32)
         if len(scored):
             self._rewards = np.concatenate([self._rewards, scored])[-self._most_rows :]
 
     def drift(self, contract: ScoringContract | None) -> list[AttributeDrift]:
-        """Compare each attribute with the contract; empty before the first reward."""
+        """Compare each attribute's recent rewards with the contract.
+
+        Empty before the first reward.
+        """
         if not len(self._rewards):
             return []
         rewards = self._rewards.astype(np.float64)

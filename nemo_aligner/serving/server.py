@@ -1,4 +1,4 @@
-"""A server from start to end: the ranks, the HTTP front, Triton, and the drain at a stop.
+"""Run a server from start to end: the ranks, the HTTP front, Triton, and the drain at the end.
 
 On rank 0, the main thread computes, the HTTP front answers in another thread, and a third thread
 (``_Leader``) starts both, watches them and ends them. The other ranks run the operations that rank
@@ -35,8 +35,8 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-_WATCH_SECS = 0.2  # interval in which a dead rank or Triton is noticed
-_LAST_WORDS_SECS = 1.0  # pause before the process exits, in which requests get their error
+_WATCH_SECS = 0.2  # seconds after which a dead rank or Triton is noticed
+_LAST_WORDS_SECS = 1.0  # seconds before the process exits, in which requests get their error
 
 
 class ServerSocket:
@@ -79,7 +79,7 @@ def _read_token(config: ServerConfig) -> str | None:
 
 
 def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket) -> int:
-    """Answer requests to all ``backends`` until SIGTERM or SIGINT; every rank calls it.
+    """Answer requests to all ``backends`` until SIGTERM or SIGINT; every rank calls this.
 
     Returns:
         The exit code: 0 after requests in flight were answered. If a rank or Triton dies, the
@@ -95,7 +95,8 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         config.worker_timeout_secs,
     )
     if ranks.rank != 0:
-        # The launcher signals every rank, but workers must keep computing while rank 0 drains.
+        # torchrun passes a signal on to every rank, but workers must keep computing while rank 0
+        # drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
@@ -103,11 +104,11 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         return 0
     assert port.listener is not None
     leader = _Leader(backends, ranks, config, port.listener)
-    # If the start fails, e.g. because the model cannot run, the workers must still be stopped.
+    # If the start fails, e.g. because the model cannot run, rank 0 must still stop the workers.
     try:
         ranks.run_leader(leader.run)
     except AlignerError:
-        if ranks.failure is None:  # otherwise workers no longer answer
+        if ranks.failure is None:  # None: no rank is lost, so the workers still answer
             ranks.stop()
         raise
     ranks.stop()
@@ -121,7 +122,7 @@ def _reset_caches(backends: Iterable[Backend]) -> None:
 
 
 class _Leader:
-    """Starts, watches and ends everything that runs on rank 0 next to the model."""
+    """Starts, watches and ends all parts of the server on rank 0 except the model itself."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class _Leader:
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)
-        # Exclude what is loaded now from garbage collection, so that large requests do not cause
-        # scans of it.
+        # Exclude all objects that exist now from garbage collection, so that collections during
+        # large requests do not scan them.
         gc.collect()
         gc.freeze()
         ready.write(url)
@@ -188,7 +189,7 @@ class _Leader:
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
         page = (
             "docs/protocols.md" if token is not None else f"{url}/docs"
-        )  # a browser sends no token
+        )  # the page is open because a browser sends no token
         if scoring is not None:
             print(f"All protocols are at this URL; {page} lists them", flush=True)
         if token is not None:
@@ -207,7 +208,8 @@ class _Leader:
         stops = [*([door.stop] if door is not None else []), server.stop]
         drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
         drain.start()
-        # If a rank dies now, its launcher stops all ranks, and requests in flight fail.
+        # If a rank dies during the drain, requests in flight fail, because the launcher stops all
+        # ranks.
         self._watch(lambda: not drain.is_alive(), services, [])
         if door is not None:
             door.close()
@@ -221,7 +223,10 @@ class _Leader:
         services: Sequence[Service],
         failures: Sequence[Callable[[], str | None]],
     ) -> None:
-        """Wait and log the load; if a part of the server dies, exit with code 1."""
+        """Wait until ``is_over()``, and log the load.
+
+        If a part of the server dies, exit with code 1.
+        """
         while not is_over():
             reasons = [self._ranks.failure, *(failure() for failure in failures)]
             for reason in filter(None, reasons):
@@ -234,7 +239,10 @@ class _Leader:
             _die(self._ranks.failure)
 
     def _report(self, services: Sequence[Service]) -> None:
-        """Log the load since the last report, for each service that has had work."""
+        """Log the load of each service since its last report.
+
+        A service without requests logs nothing.
+        """
         self._reported = time.monotonic()
         for line in [service.report() for service in services]:
             if line is not None and self._config.report_every_secs:
@@ -242,16 +250,16 @@ class _Leader:
 
 
 def _call_all(stops: Sequence[Callable[[], None]]) -> None:
-    """Call all functions, even if one of them raises."""
+    """Call all functions, even if one of them raises; exceptions are logged."""
     for stop in stops:
         try:
             stop()
-        except Exception:  # the other parts still have requests in flight
+        except Exception:  # go on: the other parts still have requests in flight
             logger.exception("a part of the server could not be stopped")
 
 
 def _die(failure: str) -> NoReturn:
-    """Exit at once with code 1; the other ranks notice it and do the same."""
+    """Log the failure, and exit at once with code 1; the other ranks notice it and exit, too."""
     with suppress(OSError):
         print(f"The server cannot continue: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)

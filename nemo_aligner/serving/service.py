@@ -18,14 +18,20 @@ class Service(Protocol):
 
     @property
     def scoring(self) -> ScoringService | None:
-        """The scoring service for the HTTP protocols; None for a service without rewards."""
+        """The scoring service for the HTTP protocols.
+
+        None if the service gives no rewards (a critic).
+        """
 
     @property
     def startup_log(self) -> Sequence[str]:
         """Lines that are logged once the server answers."""
 
     async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
-        """Map the name of each model server to its counts since the start; see ``Meter``."""
+        """Map the name of each model server to its counts since the start, e.g. of requests.
+
+        None for a server that does not answer.
+        """
 
     def report(self) -> str | None:
         """Describe the load since the last report in one line; None if there was none."""
@@ -35,7 +41,7 @@ class Service(Protocol):
 
 
 class Backend(Protocol):
-    """The part of a service that computes, on every rank."""
+    """The part of a service that computes; every rank has one."""
 
     @property
     def operations(self) -> Mapping[str, Operation]:

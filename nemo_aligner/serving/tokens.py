@@ -15,7 +15,7 @@ _VALID_TOKEN = "one word of ASCII letters, digits and punctuation"
 
 
 def find_token(file: str | None, variable: str | None, key: str) -> str | None:
-    """Read the token from a file or an environment variable; None if neither is configured.
+    """Read the bearer token from a file or an environment variable; None if neither is configured.
 
     ``key`` is the common prefix of both settings, which end in ``_file`` and ``_variable``, or in
     ``-file`` and ``-variable`` if the prefix is that of a command-line flag.
@@ -28,7 +28,7 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
         location = f"{key}{joint}file: {file}"
         try:
             token = Path(file).read_text(encoding="utf-8").strip()
-        except OSError as error:  # only the reason, because the location has the path already
+        except OSError as error:  # strerror has only the reason; the location already has the path
             raise ConfigError(f"{location}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{location}: {error}") from error
@@ -45,7 +45,7 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
 
 
 def is_token(token: str) -> bool:
-    """Tell whether a header can carry the token."""
+    """Tell whether an HTTP header can carry the token: ASCII letters, digits and punctuation."""
     return bool(token) and token.isascii() and token.isprintable() and " " not in token
 
 

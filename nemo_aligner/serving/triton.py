@@ -1,4 +1,4 @@
-"""NVIDIA Triton next to the HTTP front: it serves the same endpoints, also over gRPC.
+"""Run NVIDIA Triton next to the HTTP front: it serves the same endpoints, also over gRPC.
 
 ``nemo-aligner serve`` answers through its own front (``server.py``). With ``server.triton_port`` it
 also starts Triton through PyTriton, for clients that need gRPC, perf_analyzer or Triton's metrics.
@@ -45,16 +45,16 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# Triton's ports for HTTP, gRPC and metrics, in the order of its defaults 8000, 8001 and 8002.
+# Number of Triton's ports: HTTP, gRPC and metrics (8000, 8001 and 8002 by default).
 _NUM_PORTS = 3
-# Ports below those that the kernel uses for outgoing connections: such a connection could take the
-# port between the check and the start of Triton.
+# Ports below the range that the kernel uses for outgoing connections. Such a connection could take
+# a port between the check and the start of Triton.
 _ANY_PORT = range(20_000, 32_000)
 _NO_TRITON = "or set server.triton_port=null to serve without Triton"
-# Triton allows these functions only with PyTriton's access token, which is random and stays in this
-# process: they load models, map shared memory and write files. Clients do not need them.
+# Functions of Triton that need PyTriton's access token, which is random and stays in this process.
+# They load models, map shared memory and write files, which clients do not need.
 _CLOSED_FUNCTIONS = ["shared-memory", "model-repository", "trace", "logging"]
-# Headers that carry the server's token: ours, and the one that PyTriton's clients send.
+# Headers that may carry the server's token: our own, and the one that PyTriton's clients send.
 _TOKEN_HEADER, _PYTRITON_HEADER = "authorization", "triton-access-token"
 
 
@@ -70,7 +70,7 @@ def check_triton(config: ServerConfig) -> None:
     if importlib.util.find_spec("pytriton") is None:
         raise ServingError(
             f"server.triton_port: got {config.triton_port}, but nvidia-pytriton is not installed. "
-            "It needs a numpy below 2, so install it into an environment of its own "
+            "It needs a numpy below 2, so install it into a separate environment "
             f"({install_command('triton')}), {_NO_TRITON}."
         )
     if int(np.__version__.split(".")[0]) >= 2:
@@ -89,7 +89,7 @@ def check_triton(config: ServerConfig) -> None:
 
 
 def _free_ports(config: ServerConfig) -> int:
-    """Return the first of Triton's ports, after checking that all of them are free.
+    """Choose Triton's ports, check that they are free, and return the first one.
 
     Without the check, Triton would wait two minutes for a port that is taken.
 
@@ -118,8 +118,8 @@ def _free_ports(config: ServerConfig) -> int:
 def _try_to_listen(host: str, port: int) -> Exception | None:
     """Try to listen on a port; return the error, or None if the port is free."""
     with socket.socket() as probe:
-        # SO_REUSEADDR is set as servers set it, so that closing connections of an earlier server do
-        # not block the port.
+        # Set SO_REUSEADDR as servers do, so that closing connections of an earlier server do not
+        # block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -135,7 +135,8 @@ class TritonDoor:
         self.url = f"http://{config.triton_host}:{port}"
         self._triton, self._log = triton, log
         self._guard = Guard(server_pid(triton), workspace_of(triton))
-        # Every endpoint needs both kinds of processes, Triton's server and its Python stubs.
+        # Each endpoint needs Triton's server and a Python stub process, so the end of any of them
+        # is a failure.
         self._processes = triton_processes(os.getpid())
         self._config, self._port = config, port
 
@@ -160,7 +161,7 @@ class TritonDoor:
         Raises:
             ServingError: Triton does not become ready.
         """
-        # The ports are checked again: they may have been taken while the model was loaded.
+        # Check the ports again: another process may have taken them while the model was loaded.
         port = _free_ports(config)
         log = TritonLog(config.triton_log_file)
         print(f"Starting Triton, whose log is {log.path}", flush=True)
@@ -192,7 +193,7 @@ class TritonDoor:
         return lines
 
     def failure(self) -> str | None:
-        """Return the reason why Triton cannot answer any more; None while it can."""
+        """Return why Triton cannot answer any more; None while it can."""
         for pid, name in self._processes.items():
             if not is_running(pid):
                 return f"{name} (pid {pid}) died; {self._log.ending()}"
@@ -208,26 +209,29 @@ class TritonDoor:
         self._triton.stop()
 
     def close(self) -> None:
-        """Release the guard and the log, after ``stop``."""
-        # The guard must work until here: while Triton drains, this process may still be killed.
+        """End the guard process and close the log; call this after ``stop``."""
+        # The guard process must live until here: while Triton drains, this process may still be
+        # killed, and then the guard ends Triton.
         self._guard.dismiss()
         self._log.close()
 
 
-# Starting Triton.
+# The code below starts Triton.
 
 # Triton 2.51 puts 16 bytes for each chunk of a request on the stack of an HTTP thread
-# (CVE-2025-23310, CVE-2025-23311). This much address space per thread, of which only the touched
-# part is used, suffices for a request of 16 million chunks, which costs Triton 1 KB each elsewhere.
+# (CVE-2025-23310, CVE-2025-23311). This stack size suffices for a request of 16 million chunks,
+# which costs Triton 1 KB each elsewhere. It is only address space: memory is used for the touched
+# part alone.
 _STACK_BYTES = 256 * 2**20
 
 
 def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
-    """Create PyTriton's server, which does not run yet and has no models yet."""
-    # The stub needs the libpython of this interpreter, and finds it only through this variable.
+    """Create PyTriton's ``Triton`` object; it has no models yet, and is not started."""
+    # Triton's Python stub needs the libpython of this interpreter, and finds it only through this
+    # variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
-    # Pass tensors within messages. PyTriton's tensor store in shared memory is another process, and
+    # Pass tensors within messages: PyTriton's tensor store in shared memory is another process, and
     # needs four calls per request, which take 2 ms.
     os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
 
@@ -247,9 +251,9 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
             metrics_port=port + 2,
             exit_timeout_secs=config.exit_timeout_secs,
         ),
-        # PyTriton passes its access token to Triton on a command line, which every user of the
-        # machine can read. So PyTriton's token is random, and ``_answer_request`` checks the token
-        # of the server.
+        # Random access token instead of the server's: PyTriton passes it to Triton on a command
+        # line, which every user of the machine can read. ``_answer_request`` checks the server's
+        # token.
         security_config=TritonSecurityConfig(restricted_endpoints=list(_CLOSED_FUNCTIONS)),
     )
 
@@ -257,8 +261,8 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
 def _run(triton: Any, log: TritonLog) -> None:
     """Run Triton until its models are ready.
 
-    If Triton dies meanwhile, PyTriton waits for it for two minutes, and holds the lock that its own
-    clean-up needs. So PyTriton waits in another thread, which is abandoned in that case.
+    If Triton dies during its start, PyTriton still waits for two minutes, and holds the lock that
+    its own clean-up needs. So PyTriton waits in another thread, which is abandoned if Triton dies.
 
     Raises:
         ServingError: Triton does not become ready.
@@ -313,7 +317,7 @@ def _large_thread_stacks() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
-# Endpoints as models of Triton.
+# The code below makes each endpoint a model of Triton.
 
 
 def _bind(
@@ -331,7 +335,7 @@ def _bind(
         infer_func=infer,
         inputs=[Tensor(**vars(spec)) for spec in endpoint.inputs],
         outputs=[Tensor(**vars(spec)) for spec in endpoint.outputs],
-        # Each call has one request, because the front's batcher replaces Triton's.
+        # batcher=None: each call has one request, because this server has its own batcher.
         config=ModelConfig(
             batching=endpoint.max_rows > 0, max_batch_size=endpoint.max_rows, batcher=None
         ),
@@ -341,7 +345,10 @@ def _bind(
 async def _answer_request(
     endpoint: Endpoint, request: Any, token: str | None, loop: asyncio.AbstractEventLoop
 ) -> Tensors:
-    """Have the endpoint answer in ``loop``; a failure becomes the output ``error``."""
+    """Answer a request of Triton by the endpoint in ``loop``.
+
+    A failure becomes the output ``error``.
+    """
     try:
         if token is not None and not _sends_token(request, token):
             raise RequestError(NO_TOKEN, FailureKind.unauthorized)
@@ -361,23 +368,24 @@ def _sends_token(request: Any, token: str) -> bool:
     return has_token(sent, token)
 
 
-# Triton's processes and log on this machine.
+# The code below finds Triton's processes, ends them, and reads their log.
 
 # Process names as the kernel reports them, cut to 15 characters.
 _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
-# The script of the guard process. It blocks until its input ends. If it has read a word, Triton was
-# stopped properly. Otherwise this process has died, so the script kills Triton, and waits a second,
-# because PyTriton's helpers may still create shared memory until they notice the death.
+# The script of the guard process, which ends Triton if this process dies. It blocks until its input
+# ends. If it has read a word by then, Triton was stopped properly. Otherwise this process has died,
+# so the script kills Triton, and waits a second, because PyTriton's helpers may create shared
+# memory until they notice the death.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word
 [ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
-# How much of Triton's log is shown with an error, and kept in memory.
+# Lines of Triton's log that an error shows, and characters of the log that are kept in memory.
 _SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
 
 
@@ -388,7 +396,7 @@ def triton_processes(root: int) -> dict[int, str]:
         try:
             head, _, tail = status.read_text().rpartition(")")
         except OSError:
-            continue  # the process has ended meanwhile
+            continue  # the process has ended since it was listed
         pid, _, name = head.partition(" (")
         parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
     return {
@@ -405,7 +413,7 @@ def _is_descendant(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether ``pid`` is a process that has not ended."""
+    """Tell whether the process ``pid`` exists and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -431,19 +439,19 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """Remove the remaining files of Triton, which has ended, and end the guard."""
+        """Remove the files that Triton left, and end the guard process; Triton must have ended."""
         self._process.communicate(b"ended\n")
 
 
 class TritonLog:
     """Triton's output: a log file, and its last lines in memory.
 
-    ``path`` is appended to. None means a file in the system's temporary folder, which is removed
-    when this process ends.
+    Output is appended to the file ``path``. If it is None, the log is in the system's temporary
+    folder, and is removed when this process ends.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Raise ServingError if the file cannot be written."""
+        """Open the log; raise ServingError if the file cannot be written."""
         try:
             self._folder = make_temporary("nemo_aligner_triton_") if path is None else None
             self.path = Path(path or "triton.log")
@@ -466,7 +474,7 @@ class TritonLog:
             self._file.write(text)
 
     def ending(self) -> str:
-        """Return the last lines with a heading, for an error."""
+        """Return the last lines of the log with a heading, for an error message."""
         lines = [line for line in "".join(self._last).splitlines() if line.strip()]
         if not lines:
             return "Triton's log is empty"

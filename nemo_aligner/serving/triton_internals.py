@@ -1,4 +1,4 @@
-"""Features of Triton that PyTriton 0.7 lacks; only this module uses PyTriton's private names."""
+"""Add what PyTriton 0.7 lacks; this is the only module that uses PyTriton's private names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# The function in PyTriton's model.py that ``_ERRORS`` overrides; it is looked up by name.
+# The function in PyTriton's source ``model.py`` that ``_ERRORS`` redefines. A source without this
+# line is that of another version.
 _REPLACED = (
     b"\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
 )
-# For an exception, PyTriton answers status 500 with the tracebacks of both processes. These lines
-# answer with an error of Triton instead, which has a code and one line.
+# Code that is appended to ``model.py``. If a model raises, PyTriton answers status 500 with the
+# tracebacks of both processes; this code answers with a Triton error instead: a code and one line.
 _ERRORS = b'''
 
 _wrap_tensors = _wrap_response
@@ -30,10 +31,11 @@ def _wrap_response(response, requested_names, outputs):
 
 
 def bind_with_errors(triton: Any, **binding: Any) -> None:
-    """Bind a model like ``triton.bind``, and let it answer with an error of Triton.
+    """Bind a model like ``triton.bind``, and let the model answer with a Triton error.
 
-    Such an answer has one tensor ``error``: ``CODE message``. PyTriton does not return the object
-    that it creates for a binding, so the lists of models before and after it are compared.
+    To do so, the model returns one tensor ``error`` with the text ``CODE message``. PyTriton does
+    not return the object that it creates for a binding, so the lists of models before and after it
+    are compared.
 
     Raises:
         ServingError: the installed PyTriton is not version 0.7.
@@ -53,7 +55,7 @@ def _add_error_support(
         (name,) = (name for name in files if name.endswith("/model.py"))
         if _REPLACED not in files[name]:
             raise ServingError(
-                f"nvidia-pytriton: its {name} is not that of version 0.7. Run pip install "
+                f"nvidia-pytriton: {name} differs from that of version 0.7. Run pip install "
                 "nvidia-pytriton==0.7.0, or set server.triton_port=null."
             )
         return {**files, name: files[name] + _ERRORS}
@@ -62,11 +64,11 @@ def _add_error_support(
 
 
 def start_in_own_session() -> None:
-    """Make Triton's process start in a session of its own.
+    """Make PyTriton start Triton's process in a separate session (as by ``setsid``).
 
-    torchrun kills its whole process group; in another session, Triton can still drain. PyTriton
-    starts Triton through ``sh`` without options, so this sets a default for everything that ``sh``
-    starts.
+    torchrun kills the whole process group of this server. In another session, Triton survives that
+    and can drain. PyTriton starts Triton by the library ``sh``, and passes no options to it, so
+    this function changes the default of ``sh`` for everything that it starts in this process.
     """
     import sh
 
@@ -89,7 +91,7 @@ def hand_output_to(triton: Any, write: Callable[[str], None]) -> None:
 
 
 def start_process(triton: Any) -> None:
-    """Start Triton's process, but do not wait until it is ready: half of ``triton.run``."""
+    """Start Triton's process without waiting until it is ready; ``triton.run`` would wait."""
     triton._run_server()
 
 
@@ -113,5 +115,8 @@ def call_at_exit(triton: Any, cleans_up: Callable[[], bool]) -> None:
 
 
 def workspace_of(triton: Any) -> Path:
-    """Return the folder of Triton's model store, which PyTriton removes only at a normal stop."""
+    """Return the folder with Triton's model store.
+
+    PyTriton removes the folder only at a normal stop.
+    """
     return Path(triton._workspace.path)

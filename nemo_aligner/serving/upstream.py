@@ -15,18 +15,18 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# It is unknown when a backend comes back, so clients shall try again soon.
+# Short, because nobody knows when a backend comes back.
 _RETRY_AFTER_S = 1
 
 
 class UpstreamService(ScoringService):
-    """Scores a gateway's requests on its backends, the model servers, by a ``RewardClient``."""
+    """The gateway's service: a ``RewardClient`` sends the requests to model servers (backends)."""
 
     def __init__(self, client: RewardClient, config: GatewayConfig) -> None:
         super().__init__(config)
         self._publishes_none = False
         self._client = client
-        # Fetched only once, because the parts depend only on the chat template. A backend with
+        # Fetched only once, because these texts depend only on the chat template. A backend with
         # another template has another contract hash, so the client does not use its rewards.
         self._parts: TemplateParts | None = None
         self._startup_check: asyncio.Task[None] | None = None
@@ -81,8 +81,7 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # Rejections of another kind, e.g. of the gateway's own token, are not the sender's
-            # fault.
+            # Any other rejection is not the sender's fault, e.g. that of the gateway's own token.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
@@ -104,14 +103,14 @@ class UpstreamService(ScoringService):
         )
 
     async def _note_contract(self, contract_hash: str | None) -> None:
-        """Fetch the contract of new rewards, which has the names and weights of attributes.
+        """Fetch the backends' contract if the hash of new rewards differs from the last one.
 
-        The contract is fetched only if the hash is new, because a second request for each answer
-        would double the load.
+        The contract has the names and weights of attributes. To fetch it for every answer would
+        double the number of requests.
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._publishes_none and contract_hash is None:  # still has no contract
+        if self._publishes_none and contract_hash is None:  # the backends still publish no contract
             return
         self._publishes_none = await self._fetch_contract_if_any() is None
 
@@ -149,6 +148,6 @@ class UpstreamService(ScoringService):
 
 
 def _unreachable_error(error: ServingError) -> RequestError:
-    """Build the failure of a request that no backend has answered."""
+    """Build the gateway's error for a request that no backend has answered."""
     text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
     return RequestError(one_line(text), FailureKind.unreachable, _RETRY_AFTER_S)

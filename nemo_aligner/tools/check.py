@@ -1,8 +1,9 @@
 """``nemo-aligner check``: does a checkpoint give the same rewards in every batch and layout?
 
 The command scores the same samples in different batches, at every parallel layout that fits, in a
-training forward pass, and over HTTP. It compares the rewards with a reference's rewards, and prints
-a table. Under torchrun the ranks of this job score; otherwise the command starts new processes.
+training forward pass, and over HTTP. It compares the rewards with those of a reference (fp32, or a
+batch of one), and prints a table. Under torchrun the ranks of this job score; otherwise the command
+starts new processes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Check:
 
 
 def run_check(check: Check, output: Path | None) -> bool:
-    """Score, compare, print the table, and write it to ``output`` as JSON unless that is None.
+    """Score, compare and print the table; write it as JSON to ``output`` unless that is None.
 
     Returns:
         True if every row of the table passes.
@@ -105,13 +106,16 @@ def run_check(check: Check, output: Path | None) -> bool:
 
 
 def _row_to_dict(row: Row) -> dict[str, Any]:
-    """Convert a row to plain values; a difference that is not finite becomes null."""
+    """Convert a row of the table to plain JSON values.
+
+    A NaN or infinite difference becomes null.
+    """
     difference = row.difference if math.isfinite(row.difference) else None
     return {**asdict(row), "compared": row.compared.value, "difference": difference}
 
 
 def choose_samples(check: Check, tokenizer: Tokenizer, contract: ScoringContract) -> list[Any]:
-    """Choose the first ``check.pairs`` pairs that the model can score.
+    """Choose the first ``check.pairs`` pairs of the data that the model can score.
 
     Returns:
         The samples of the pairs: chosen, rejected, chosen, ...
@@ -138,7 +142,7 @@ def choose_samples(check: Check, tokenizer: Tokenizer, contract: ScoringContract
         samples += pair
     if not samples:
         raise DataError(
-            f"{check.data or 'demo set'}: no pair can be scored; left out: {dict(left_out)}"
+            f"{check.data or 'demo set'}: no pair can be scored; skipped: {dict(left_out)}"
         )
     left_out_note = "".join(f", {count} left out as {reason}" for reason, count in left_out.items())
     print(f"{len(samples) // 2} pairs{left_out_note}; scoring contract {contract.hash}")
@@ -152,11 +156,11 @@ def _read_pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any,
     """
     if path is not None:
         file = parse_file(path, ReaderConfig(RecordKind.comparison))
-        # Malformed lines are counted, and raise no error: nothing is learned from the pairs, so any
-        # pairs will do.
+        # Count malformed lines and continue: any pairs will do, because nothing is learned from
+        # them.
         if file.malformed:
             left_out["malformed"] += len(file.malformed)
-        # A ranking counts as the pair of its best and its worst completion.
+        # Use the best and the worst completion of a ranking as a pair.
         yield from ((record.texts[0], record.texts[-1]) for record in file.records)
         return
     for pair in build_demo_pairs(2400, 0.1, 1)[1]:
@@ -191,7 +195,7 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     Raises:
         ServingError: the server does not start, or does not answer.
     """
-    # Import here, because a check without a server does not need the client's dependencies.
+    # Imported here, because a check without a server does not need the client's dependencies.
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)

@@ -1,7 +1,8 @@
 """``nemo-aligner doctor``: can this machine train and serve, and what is missing?
 
 It checks packages, GPUs, the CPU, memory, disk, a port and a compiler. Every import may fail on a
-machine that needs this command, so functions import all that is not in the standard library.
+machine that needs this command. So everything that is not in the standard library is imported
+inside functions.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _wrap(text: str, first_indent: str) -> list[str]:
     )
 
 
-# Installed packages, compared with the requirements.
+# The first part compares the installed packages with the requirements.
 
 _PACKAGE = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
@@ -86,8 +87,8 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
-# The servers cannot start if a package of this extra is missing or too old. For other extras, only
-# the purpose of the extra is then disabled.
+# The servers cannot start without the packages of this extra. If packages of another extra are
+# missing, only the purpose of that extra is disabled.
 _SERVING_EXTRA = "serving"
 _PYTRITON = "nvidia-pytriton"
 _FIRST_TORCH_WITH_VARLEN = "2.10"
@@ -115,7 +116,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_gpu_packages() -> Iterator[Finding]:
-    """Check for optional packages that speed up GPUs; a CPU does not use them."""
+    """Check for optional packages that make GPUs faster; a CPU does not use them."""
     for name, distribution in (("TransformerEngine", "transformer_engine"), ("Apex", "apex")):
         if importlib.util.find_spec(distribution) is None:
             advice = f"optional, on GPUs: without {name} megatron-core uses torch's own kernels"
@@ -148,14 +149,15 @@ def import_torch() -> Any:
     """Import torch; None if it is missing or broken."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # A library that was built for another machine may raise any error.
+    # Catch every exception: a library built for another machine may raise anything.
+    except Exception:
         return None
 
 
 def _read_requirements() -> dict[str, list[Any]]:
     """List this package's requirements by extra; the key "" has those without an extra.
 
-    Requirements that do not apply to this machine, such as those of another platform, are left out.
+    Requirements that do not apply to this machine, such as those of another platform, are skipped.
     """
     try:
         from packaging.requirements import Requirement
@@ -197,7 +199,7 @@ def _check_this_package() -> Finding:
 
 
 def _check_by_name() -> Iterator[Finding]:
-    """Check only that the main packages are installed, because their versions are not known here.
+    """Check only that the main packages are installed, and not their versions.
 
     The required versions are in the metadata of this package, which an uninstalled copy lacks.
     """
@@ -274,10 +276,10 @@ def _check_triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
     )
 
 
-# The machine: processors, memory, disk, port, compiler.
+# The second part checks the machine: processors, memory, disk, port, compiler.
 
 _GIB = 2**30
-# Bytes that should be free; with less, the check gives a note.
+# Bytes that should be free; if there are fewer, the check gives a note.
 _MIN_SHARED_MEMORY = 2**28
 _MIN_DISK = 10 * _GIB
 _RELEVANT_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -317,7 +319,7 @@ def _describe_gpu(torch: Any, index: int) -> Finding:
 
 
 def _find_nvidia_driver() -> str | None:
-    """Return the version of the NVIDIA driver; None without ``nvidia-smi``."""
+    """Return the version of the NVIDIA driver; None if ``nvidia-smi`` is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -327,7 +329,7 @@ def _find_nvidia_driver() -> str | None:
 
 
 def check_processor(has_gpu: bool) -> Iterator[Finding]:
-    """Check the CPU: its usable cores, and what its instructions mean for precision."""
+    """Check the CPU: its usable cores, and which precisions its instructions speed up."""
     fields = _read_cpu_fields()
     name = fields.get("model name") or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -430,7 +432,7 @@ def _read_text(path: str) -> str:
         return ""
 
 
-# Findings.
+# The third part has the result of a check.
 
 
 class Verdict(str, Enum):

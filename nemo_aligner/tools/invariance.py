@@ -16,15 +16,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# Name that a server has instead of a layout, and prefix of the variants that were computed in a
-# training forward pass.
+# ``SERVER`` is the name in place of a layout for rewards over HTTP. ``TRAINING`` is the prefix of
+# variants that were computed in a training forward pass.
 SERVER, TRAINING = "server", "training"
-# Unit roundoff (largest relative rounding error) by precision.
+# Unit roundoff (largest relative rounding error) of each precision.
 _EPSILON = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
-# Scores a list of N samples: returns rewards [N, ...].
+# Type of a function that scores a list of N samples, and returns rewards [N, ...].
 Score: TypeAlias = Callable[[list[Any]], np.ndarray]
-# Rewards [N, A] by layout and variant.
+# layout -> variant (how the samples were batched) -> rewards [N, A].
 Rewards: TypeAlias = dict[str, dict[str, np.ndarray]]
 
 
@@ -33,7 +33,7 @@ class Scored:
     """Rewards of N samples, scored in different ways.
 
     Attributes:
-        rewards: rewards ``[N, A]`` by layout and variant.
+        rewards: layout -> variant (how the samples were batched) -> rewards ``[N, A]``.
         reference: rewards ``[N, A]`` in fp32, each in a batch of one.
         reasons: for each layout that does not fit the model, why it does not.
     """
@@ -62,9 +62,9 @@ class Scored:
 
 
 class Compared(Enum):
-    """The kind of reference with which the rewards of a row are compared.
+    """The kind of reference with which a row of the table compares rewards.
 
-    The members' values must not change, because files that the command has written contain them.
+    The members' values must not change, because the JSON files of earlier runs contain them.
     """
 
     batch = "company"
@@ -83,7 +83,7 @@ _HEADINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Comparison of the rewards of one layout and variant with a reference.
+    """A row of the table: the rewards of one layout and variant, compared with a reference.
 
     Attributes:
         compared: kind of the reference.
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for one kind of reference.
+    """Up to which difference a row passes, for one kind of reference.
 
     Attributes:
         reward: largest allowed |difference| of a reward.
@@ -120,12 +120,12 @@ class Limits:
     margin: float
 
 
-# Limits, in units of the random walk of ``choose_limits``. With 64 samples, the largest measured
-# difference was 1.7 to 5 units. The limit of training is higher, because training also rounds the
-# residual stream, which changed rewards 1.7 times as much.
+# Limits in units of the expected rounding error (the random walk of ``choose_limits``). With 64
+# samples, the largest measured difference was 1.7 to 5 units. Training has a higher limit, because
+# it also rounds the residual stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
-# The limit in fp32, in the same units. It is higher, because in fp32 the sums inside a matmul
-# round, too; docs/correctness.md has measurements.
+# The limit in fp32, in the same units of expected rounding error. It is higher, because in fp32 the
+# sums inside a matmul round, too; docs/correctness.md has measurements.
 _FP32_UNITS = 100.0
 
 
@@ -140,9 +140,9 @@ def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dic
     In another batch nothing may change. Otherwise every layer rounds twice, and independent
     rounding errors of the same size add up like a random walk. A limit is therefore a multiple of
     ``epsilon * sqrt(2 * (num_layers + 4))``; the 4 extra layers stand for the rounding of weights,
-    embeddings and head. In 16 bits the unit is the standard deviation of the rewards; in fp32 it is
-    the largest |reward|, but at least 1. A verdict may flip if its margin is below twice the limit.
-    docs/correctness.md has the measurements.
+    embeddings and head. For bf16 and fp16, this is multiplied by the standard deviation of the
+    rewards; for fp32, by the largest |reward|, but at least 1. A verdict may flip if its margin is
+    below twice the limit. docs/correctness.md has the measurements.
     """
     exact = {Compared.batch: Limits(0.0, 0.0)}
     walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4))
@@ -164,7 +164,7 @@ def compare_all(
     those of the first layout, and with fp32. The server and the training forward pass are compared
     with batches of one at the first layout.
 
-    Comparisons without an entry in ``limits`` are left out: rewards in fp32 are not compared with
+    Comparisons without an entry in ``limits`` are skipped: rewards in fp32 are not compared with
     fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
@@ -199,11 +199,11 @@ def compare(
     """Compare rewards ``[N, A]`` with a reference of the same samples.
 
     Args:
-        compared, layout, variant: see ``Row``.
+        compared, layout, variant: fields of the row.
         rewards: rewards of pairs, in the order chosen, rejected, chosen, ...
         reference: the rewards to compare with, ``[N, A]``.
         weights: weight of each attribute in a margin, ``[A]``.
-        limit: up to which difference the row passes.
+        limit: the differences up to which the row passes.
     """
     difference = float(np.abs(rewards - reference).max())
     margins, expected = _compute_margins(rewards, weights), _compute_margins(reference, weights)
@@ -217,7 +217,7 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # The condition makes a NaN fail; ``not difference > limit.reward`` would let a NaN pass.
+        # ``<=`` makes a NaN fail; ``not difference > limit.reward`` would let it pass.
         ok=difference <= limit.reward and not flips,
     )
 
@@ -253,14 +253,14 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
-    """Say in one line if all rows passed, then give the worst row and the limit by kind."""
+    """Say in one line whether all rows passed; add the worst row and the limit of each kind."""
     failed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
     for compared, limit in limits.items():
         compared_rows = [row for row in rows if row.compared is compared]
         if not compared_rows:
             continue
-        # NaN counts as infinite, because max() skips a NaN unless it comes first.
+        # Count NaN as infinite, because max() would skip a NaN that does not come first.
         worst = max(
             math.inf if math.isnan(row.difference) else row.difference for row in compared_rows
         )
@@ -274,11 +274,11 @@ def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
     return "\n  ".join(lines)
 
 
-# Scoring the same samples in different batches, with any scorer.
+# The functions below score the same samples in different batches, with any scorer.
 
 
 def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
-    """Score each of N samples in a call of its own; return rewards ``[N, ...]``."""
+    """Score each of N samples in a separate call; return rewards ``[N, ...]``."""
     return score_calls(score, texts, [[index] for index in range(len(texts))])
 
 

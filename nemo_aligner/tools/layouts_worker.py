@@ -69,8 +69,8 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
                 reasons.append(f"{sizes}: {error}")
                 continue
             fitting.append(sizes)
-            # Sequence parallelism splits sequences over the tensor-parallel ranks, so it needs
-            # several.
+            # Sequence parallelism splits sequences over the tensor parallel ranks, so it needs at
+            # least two.
             if tp > 1:
                 fitting.append(replace(sizes, sequence_parallel=True))
     for sizes in [sizes for sizes in fitting if sizes.dp > 1 and shape.experts is not None]:
@@ -119,7 +119,7 @@ def score_everywhere(
 def _score_at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    """Compute the rewards ``[N, A]`` at one layout in all batches and in training, by name."""
+    """Compute the rewards ``[N, A]`` at one layout: kind of batches, or training -> rewards."""
     layout = initialize_layout(**sizes.arguments)
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
@@ -212,7 +212,7 @@ def _score_in_training(
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
-    """Return the sum and the number of rewards in place of a loss.
+    """Serve as a loss function: return the sum and the number of the rewards.
 
     A training step needs a loss function, but here only the rewards of its forward pass are used.
     """
@@ -225,11 +225,11 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# Starting new processes that run ``score_everywhere``.
+# The code below starts new processes that run ``score_everywhere``.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:
-    """Run ``score_everywhere`` in ``size`` new processes.
+    """Run ``score_everywhere`` in ``size`` new processes, and return its result.
 
     Args:
         job: ``checkpoint``, ``texts`` and ``precision``, as plain JSON values.

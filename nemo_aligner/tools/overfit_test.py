@@ -1,7 +1,8 @@
 """``nemo-aligner probe``: an overfit test that shows whether training follows its labels.
 
 The command trains on a few records until the model knows them by heart, then trains again on the
-same records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
+same records with swapped labels. A trainer that ignores the labels, or mixes them up, fails this
+test.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "validation-probe"
-# For each metric, measured on the original labels: the least value after training on these labels,
-# and the largest value after training on swapped labels.
+# For each metric, measured on the original labels: the value that training on these labels must
+# reach, and the value below which training on swapped labels must push it.
 BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
@@ -48,15 +49,14 @@ class ProbedLearner(Protocol):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Values of ``metric``, always measured on the original labels.
+    """Result of the probe: values of ``metric``, always measured on the original labels.
 
     Attributes:
         metric: name of the metric.
         untrained: the metric before training.
         learned: the metric after training on the original labels.
         swapped: the metric after training on swapped labels.
-        losses: (first, last) training loss with the original labels, then the same with swapped
-            labels.
+        losses: (first, last) training loss with the original labels, then with the swapped labels.
     """
 
     metric: str
@@ -73,7 +73,7 @@ class ProbeResult:
 
 
 def few_records(data: TrainingData, count: int) -> TrainingData:
-    """Return data whose training and validation sets are the first ``count`` training records."""
+    """Keep only the first ``count`` training records, both for training and for validation."""
     records = data.train.first(count)
     records = replace(records, sources=[""] * len(records))
     return replace(data, train=records, validation=[replace(records, name=_NAME)])
@@ -117,7 +117,7 @@ def probe(
     return ProbeResult(metric, values[0], values[1], values[3], (losses[0], losses[1]))
 
 
-# The probe: from the settings of a training run to a verdict.
+# The code below runs the probe with the settings of a training run.
 
 
 def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
@@ -172,8 +172,8 @@ def render_probe(result: ProbeResult) -> str:
 
 def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
     """Change ``config`` so that every step trains on all records, at a constant learning rate."""
-    # A run in the same folder must not raise an error: the probe neither reads nor writes
-    # checkpoints.
+    # Allow resuming: otherwise an earlier run in the same folder would raise an error, although the
+    # probe neither reads nor writes checkpoints.
     config.exp_manager.resume_if_exists = True
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant

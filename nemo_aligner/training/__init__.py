@@ -19,8 +19,8 @@ A training run uses the files in this order:
 - ``loggers.py`` sends metrics to files, services and the terminal; ``tracking.py`` opens W&B and
   MLflow and writes ``metrics.jsonl``.
 
-``critic.py`` trains the critic of ``nemo-aligner serve-critic``, which uses some of these files but
-has a loop of its own: an RL trainer sends it each batch.
+``critic.py`` trains the PPO critic of ``nemo-aligner serve-critic``. It uses some of these files,
+but not the loop of ``trainer.py``, because an RL trainer sends it each batch.
 """
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

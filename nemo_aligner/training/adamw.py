@@ -1,7 +1,8 @@
 """AdamW on flat shards with torch's fused kernels; moments live on the device or in host memory.
 
-``AdamW`` updates the shards of ``optimizer_state.py``. ``MomentStreamer`` copies moments that live
-in host memory to the GPU and back, chunk by chunk, while the GPU computes.
+``AdamW`` updates this rank's shards of the weights, which ``optimizer_state.py`` builds.
+``MomentStreamer`` copies moments that live in host memory to the GPU and back, chunk by chunk,
+while the GPU computes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization") on shards.
 
     Args:
-        shards: this rank's shards of all buckets.
+        shards: this rank's shards of all buckets of Megatron's DDP.
         group_of: for each parameter, the index of its group in the argument ``groups`` of ``step``.
         streamer: copies moments from host memory to the device and back, a chunk at a time; None if
             the moments live on the device.
@@ -69,7 +70,7 @@ class AdamW:
             [shard.state[key][start:stop] for shard, start, stop in chunk for key in MOMENTS]
             for chunk in self._chunks
         ]
-        # Views are made once: slicing in each step would take longer than launching the kernels.
+        # Make the views once: slicing in each step would take longer than launching the kernels.
         self._resident = self._operands(pieces, self._moments[0]) if streamer is None else {}
 
     @torch.no_grad()
@@ -101,7 +102,7 @@ class AdamW:
             self._streamer.wait()
 
     def _operands(self, pieces: Sequence[_Piece], moments: Sequence[Tensor]) -> _Operands:
-        """Cut ``pieces`` into ranges of equal hyperparameters, and collect their tensors by group.
+        """Cut ``pieces`` of shards by parameter group, and collect the tensors of each group.
 
         ``moments`` has two tensors for each piece: the first and the second moment.
         """
@@ -157,7 +158,10 @@ def _merge_segments(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) ->
 
 
 def _split_chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]]:
-    """Split ``pieces`` into chunks of ``numel`` elements, in order; the last may be smaller."""
+    """Split ``pieces`` (ranges of shards) into chunks of ``numel`` elements, in order.
+
+    The last chunk may be smaller.
+    """
     chunk, room = list[_Piece](), numel
     for shard, start, stop in pieces:
         while start < stop:
@@ -200,8 +204,8 @@ class MomentStreamer:
         for buffer in buffers:
             buffer.record_stream(self._up)
             buffer.record_stream(self._down)
-        # The first copy waits until the buffers' memory is free, and until the previous step's
-        # moments are complete in host memory.
+        # The first copy must wait for two things: the buffers' memory is free (compute stream), and
+        # the previous step's moments are complete in host memory (down stream).
         self._up.wait_stream(compute)
         self._up.wait_stream(self._down)
         on_device, arrived = self._copy_up(buffers[0], loads[0])
@@ -209,7 +213,8 @@ class MomentStreamer:
             compute.wait_event(arrived)
             following = loads[index + 1 : index + 2]
             if following:
-                # Wait until this buffer's updated moments are on the host.
+                # The next chunk is copied into the other buffer, so wait until that buffer's
+                # updated moments are on the host.
                 self._up.wait_stream(self._down)
                 upcoming = self._copy_up(buffers[(index + 1) % 2], following[0])
             yield on_device
@@ -222,12 +227,12 @@ class MomentStreamer:
         self._all_back = self._down.record_event()
 
     def wait(self) -> None:
-        """Wait until all moments of the last step are back in host memory."""
+        """Wait until all moments of the last step have been copied back to host memory."""
         if self._all_back is not None:
             self._all_back.synchronize()
 
     def _copy_up(self, buffer: Tensor, load: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Start copying the moments ``load`` of a chunk into ``buffer`` on the GPU.
+        """Start to copy the moments ``load`` of one chunk from the host into ``buffer`` on the GPU.
 
         Returns:
             Views of ``buffer`` with the shapes of ``load``, and an event at the end of the copy.

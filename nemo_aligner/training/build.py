@@ -38,8 +38,8 @@ def build_learner(
 
     Args:
         run: the prepared run. Its ``layout`` must be a ``ParallelLayout``, with process groups.
-        keep_heldout: function to call with each validation set and its rewards, on the rank that
-            passes it; None keeps no rewards.
+        keep_heldout: function that this rank calls with each validation set and its rewards, to
+            write them; None on ranks that write none.
 
     Returns:
         The learner, and the loaded model with its tokenizer and its config.
@@ -50,8 +50,8 @@ def build_learner(
     """
     config, shape, options, layout = run.config, run.shape, run.config.model, run.layout
     assert isinstance(layout, ParallelLayout), "a dry run has no process groups"
-    # This raises if the batch size or the schedule does not fit the data: better now than after
-    # loading the weights, which takes minutes.
+    # total_steps raises if the batch size or the schedule does not fit the data. Check this now,
+    # because loading the weights takes minutes.
     total_steps = run.total_steps
     pretrained = _load_model(run, layout)
     if options.lora.rank > 0:
@@ -88,7 +88,7 @@ def build_optimized(
         The model in Megatron's data parallel wrapper, and the optimizer of its trained parameters.
 
     Raises:
-        ConfigError: all layers are frozen, or ``build_optimizer`` raises it.
+        ConfigError: all layers are frozen, or warm-up and constant steps leave none for the decay.
     """
     make_batch_invariant(model, options.invariant_rows)
     if isinstance(options, ModelConfig) and options.activations_offload:
@@ -129,7 +129,7 @@ def _load_model(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
     )
     _initialize_head(run, pretrained)
     if pretrained.model.post_process:
-        # Added after loading, because a .nemo file holds the head's weights but not the scalars
+        # Add them after loading, because a .nemo file has the head's weights but not the scalars
         # that an objective learns.
         pretrained.model.rm_head.add_learned_scalars(data.objective.initial_scalars)
     return pretrained

@@ -64,8 +64,8 @@ class ValueStep:
         step: number of the step, counted from 1.
         loss: mean loss over the ``num_tokens`` tokens, with the weights from before the update.
         num_tokens: number of tokens on all ranks that the mask selects.
-        grad_norm: L2 norm of the gradient before clipping; None if fp16 overflowed and the step was
-            skipped.
+        grad_norm: L2 norm of the gradient before clipping; None if fp16 overflowed, so that the
+            step was skipped.
         lr: learning rate of the step.
         seconds: time that the step took.
     """
@@ -96,13 +96,14 @@ class CriticLearner:
         global_batch_size: int,
         start: RunState,
     ) -> None:
-        """Hold the parts of a critic.
+        """Store the parts of a critic, which ``open_critic`` has built.
 
         Args:
             model: a model with an output for every token, in Megatron's data parallel wrapper.
             packing: makes packs of at most ``micro_batch_tokens`` tokens.
             global_batch_size: sequences of a training step.
-            start: the state to continue from. Its weights and moments are loaded already.
+            start: the state to continue from; model and optimizer already have its weights and
+                moments.
         """
         self._ddp = model
         self._layout = layout
@@ -118,7 +119,7 @@ class CriticLearner:
     def tokens_per_call(self) -> int:
         """Number of tokens that one call of ``values`` needs to keep all ranks busy.
 
-        The server collects sequences for a call up to this number.
+        The server collects waiting sequences up to this number for a call.
         """
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
@@ -134,7 +135,7 @@ class CriticLearner:
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
-        # ``merge`` adds the label means and combines the attributes by their weights, as the reward
+        # ``merge`` adds the label means, and sums the attributes by their weights, as the reward
         # server does.
         merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
@@ -148,8 +149,9 @@ class CriticLearner:
         """
         batches = rollout.in_batches(self._global_batch_size)
         steps = [self._train_step(batch) for batch in batches]
-        # Gather the updated weights on all ranks now. A rank that gets no sequences in the next
-        # call of ``values`` would not join the gather, and the other ranks would wait for it.
+        # Gather the updated weights on all ranks now. The forward pass would do it, but in the next
+        # call of ``values`` a rank without sequences makes no forward pass, and the other ranks
+        # would wait for it.
         self.optimizer.finish_update()
         return steps
 
@@ -158,7 +160,7 @@ class CriticLearner:
         start_time = time.perf_counter()
         packs = self._pack(batch)
         values = compute_gradients(self._ddp, packs, self._layout, self._objective.loss)
-        # Check the loss before the update, so that a step that fails leaves the weights unchanged.
+        # Check the loss before the update, so that an error leaves the weights unchanged.
         total, count = self._sum_over_ranks(values, packs)
         if not math.isfinite(total):
             raise self._error("a loss that is not finite")
@@ -187,8 +189,8 @@ class CriticLearner:
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
         sequences = [batch.tokens[row, : lengths[row]] for row in used]
         labels = _labels(batch, used, lengths)
-        # A rank without a sequence computes one token with mask 0, which adds nothing to the loss
-        # or to the count of tokens.
+        # A rank without a sequence computes one token with mask 0. It adds nothing to the loss or
+        # to the count of tokens, but the rank joins the collectives.
         local_indices = shares[self._layout.dp_rank]
         if local_indices:
             return self._packing.pack(sequences, local_indices, labels)
@@ -198,7 +200,7 @@ class CriticLearner:
     def _sum_over_ranks(
         self, values: Tensor | None, packs: Sequence[PackedBatch]
     ) -> tuple[float, int]:
-        """Sum the loss and count its tokens, over all ranks.
+        """Sum the loss and count the tokens that the mask selects, over all ranks.
 
         ``values`` are the outputs for the tokens of ``packs``; None on a pipeline stage without a
         head.
@@ -208,7 +210,7 @@ class CriticLearner:
         """
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         # All tensor and context parallel ranks have the same values, so only the first of them adds
-        # its loss. Pipeline stages before the last have no values.
+        # the loss. Only the last pipeline stage has values.
         if values is not None and self._layout.tp_rank == self._layout.cp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
             for pack_values, pack in zip(values.split(sizes), packs, strict=True):
@@ -225,7 +227,7 @@ class CriticLearner:
 
 
 def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColumns:
-    """Collect the labels of all tokens of some sequences, one sequence after the other.
+    """Collect the labels of all tokens of this rank's sequences, one sequence after the other.
 
     Args:
         batch: the sequences of a training step, padded to equal length.
@@ -243,7 +245,7 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
     return LabelColumns.of(ClippedValueLoss.columns, torch.from_numpy(np.stack(values, axis=1)))
 
 
-# A critic's run: opening, saving and resuming it.
+# The code below opens, saves and resumes a critic's run.
 
 _EXPECTED = "Start from a reward model, or from a critic that the endpoint critic_save has written"
 
@@ -253,7 +255,7 @@ class CriticRun:
     """A critic in training and what is needed to save it; every rank has one.
 
     Attributes:
-        model_config: the config of the base checkpoint, which the saved ``.nemo`` gets.
+        model_config: the config of the base checkpoint, which is copied to the saved ``.nemo``.
         fresh: the state of this run before its first step. Saved states differ from it only in
             their counts of steps and sequences.
     """
@@ -276,10 +278,11 @@ class CriticRun:
             The path of the ``.nemo``.
 
         Raises:
-            CheckpointError: on every rank, if any cannot write.
+            CheckpointError: on every rank, if any rank cannot write its files.
         """
         learner, checkpoints = self.learner, self.checkpoints
-        # Save the state first: if the process dies in between, the run can still be resumed.
+        # Save the run's state before the .nemo: if the process dies in between, the run can still
+        # be resumed.
         latest = checkpoints.latest()
         if latest is None or latest.state.step != learner.step:
             samples = learner.consumed_samples
@@ -300,13 +303,13 @@ def open_critic(
 ) -> CriticRun:
     """Start a critic from ``pretrained_checkpoint``, or resume the run in ``explicit_log_dir``.
 
-    Every rank calls it. ``lock`` is the lock of that folder.
+    Every rank calls it. ``lock`` is the lock of the folder ``explicit_log_dir``.
 
     Raises:
         CheckpointError: the checkpoint is no reward model, or the folder holds another run.
         ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``;
             ``exp_manager.resume_if_exists`` is false but the folder holds a run; a logger is not
-            installed; or ``check_experts`` rejects the settings.
+            installed; or the settings do not fit a model with, or without, a mixture of experts.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
@@ -378,8 +381,8 @@ def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: Mode
     return RunState(
         step=0,
         consumed_samples=0,
-        # What must be the same when the run resumes. The parallel layout, the learning rate and
-        # gradient clipping are left out, because they may change.
+        # Values that must be the same when the run resumes. The parallel layout, the learning rate
+        # and gradient clipping are not among them, because they may change.
         fingerprint={
             **{f"model.{name}": value for name, value in shape.as_fingerprint().items()},
             "critic": True,
@@ -401,7 +404,8 @@ def _resume(
 ) -> RunState:
     """Load the newest checkpoint into ``model`` and ``optimizer``, and return its state.
 
-    Without a checkpoint it loads nothing and returns ``fresh``, the state before the first step.
+    If the run has no checkpoint, it loads nothing, and returns ``fresh``, the state before the
+    first step.
     """
     checkpoints.clean()
     latest = checkpoints.latest()

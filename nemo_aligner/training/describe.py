@@ -21,13 +21,13 @@ from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
 
-# Texts about the model and the steps before training, and about the result after it.
+# The first part describes the model and the steps before training, and the result after it.
 
-# Only the first steps are checked for balanced work. The busiest rank is reported if its work
-# exceeds this multiple of the mean.
+# Only this many steps are checked for even work over the ranks. Work is reported as uneven if the
+# busiest rank has more than this multiple of the mean.
 _STEPS_FOR_BALANCE, _UNEVEN_FROM = 20, 1.05
-# For each metric of a model: the metric of a baseline that knows only the lengths of the replies,
-# and a description of that baseline.
+# Baselines that know only the lengths of the replies: metric of the model -> (metric of the
+# baseline, its description).
 _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
     "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
@@ -115,9 +115,9 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
 
 
 def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[str]:
-    """Describe uneven work in the first ``steps`` steps; an empty list if the work is even.
+    """Describe uneven work over the ranks in the first ``steps`` steps; empty if it is even.
 
-    With uneven work, all ranks wait in every step for the one that has the most.
+    If it is uneven, all ranks wait in every step for the rank that has the most work.
     """
     largest = {"the busiest rank": imbalance.ranks}
     # In a pipeline, all stages wait for the stage that computes the largest micro-batch.
@@ -137,7 +137,10 @@ def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[s
 
 
 def _describe_mixture(config: TrainConfig, data: TrainingData) -> list[str]:
-    """Describe how many records of an epoch come from each file, if ``train_weights`` is set."""
+    """Describe how many of an epoch's records come from each file.
+
+    Empty without ``train_weights``.
+    """
     weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
     if not weights:
         return []
@@ -150,7 +153,10 @@ def _describe_mixture(config: TrainConfig, data: TrainingData) -> list[str]:
 
 
 def describe_heldout(metrics: Mapping[str, float]) -> str:
-    """Render the exported model's metrics on each held-out set, next to length-only baselines."""
+    """Render the exported model's metrics on each held-out set (validation and test).
+
+    Next to them are the metrics of baselines that know only the lengths of the replies.
+    """
     if not metrics:
         return "held out: not validated"
     lines = []
@@ -167,7 +173,7 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
 
 
 def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
-    """Render the commands that evaluate, serve and, if ``can_export``, export the new model."""
+    """Render the user's next commands: evaluate, serve and, if ``can_export``, export the model."""
     paths = [report.path for dataset in heldout for report in dataset.reports]
     data_setting = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
     model_setting = f"rm_model_file={model}"
@@ -179,7 +185,7 @@ def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: 
     return "\n".join(["next:", *shown])
 
 
-# Texts about the checkpoints of a run.
+# The second part describes the checkpoints of a run.
 
 _MOST_LISTED = 8
 
@@ -192,8 +198,8 @@ def render_candidates(
     Args:
         ranked: checkpoints with a validation, the best first.
         latest: the newest checkpoint. It is listed even if it has no validation.
-        chosen: number of checkpoints that the exported model is made of. The first ones of
-            ``ranked`` are marked so.
+        chosen: number of checkpoints whose mean is the exported model. They are marked in the list;
+            they are the first ones of ``ranked``.
     """
     monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
     names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
@@ -217,5 +223,5 @@ def render_candidates(
 
 
 def render_metric(saved: Saved, name: str | None) -> str:
-    """Render the value of the metric ``name`` of a checkpoint; ``nan`` if it has no such metric."""
+    """Render the metric ``name`` of a checkpoint; ``nan`` if the checkpoint does not have it."""
     return f"{saved.state.metrics.get(str(name), math.nan):.4g}"

@@ -71,7 +71,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
 
 
 def _describe_precision(config: TrainConfig) -> list[str]:
-    """Describe the default precision of this machine, if a GPU would have another default.
+    """Describe the precision that this machine chooses by default, if a GPU would choose another.
 
     A user may check a run on a machine without a GPU and train on another one.
     """
@@ -84,7 +84,7 @@ def _describe_precision(config: TrainConfig) -> list[str]:
 
 
 def _describe_written(config: TrainConfig) -> str:
-    """Describe which files the dry run has left on disk."""
+    """Describe which files the dry run has written."""
     data = config.model.data
     is_kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
     return "only the tokenized data, which the run will reuse" if is_kept else "nothing"
@@ -99,9 +99,9 @@ def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
 
 
 def _plan(run: PreparedRun) -> Plan:
-    """Build the plan from which ``planning`` estimates memory, from packs of the first steps.
+    """Build the plan from which the memory is estimated, with the packs of the first steps.
 
-    The plan treats all packs as if they were as large as the largest one.
+    The plan counts every pack as if it were as large as the largest one.
     """
     config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
@@ -141,7 +141,8 @@ def _plan(run: PreparedRun) -> Plan:
 def _keys_per_token(pack: PackedBatch) -> float:
     """Compute how many keys per token the attention kernel of a GPU receives for ``pack``.
 
-    The keys of a shared prefix count once for the prefix and once for each sequence that has it.
+    The keys of a shared prefix count once for the prefix, and once for each sequence that begins
+    with it.
     """
     lengths = pack.cu_seqlens.diff().tolist()
     chains = chains_of(pack.prefixes.tolist(), cached=0)
@@ -179,11 +180,11 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
         )
     size = 4 if config.precision is Precision.fp32 else 2
     saved = shape.num_parameters()
-    if shape.lora is not None:  # checkpoints of a LoRA run do not contain the frozen weights
+    if shape.lora is not None:  # LoRA: checkpoints have no frozen weights
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
     checkpoint_bytes = saved * (size + _OPTIMIZER_BYTES)
-    # On disk at the same time: the ``save_top_k`` best checkpoints, the newest one, and one that is
-    # being written.
+    # Count the checkpoints that are on disk at the same time: the ``save_top_k`` best ones, the
+    # newest one, and one that is being written.
     count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
     note = "" if count * checkpoint_bytes <= free else ": TOO LITTLE for them"

@@ -22,17 +22,16 @@ from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError
 
-# Most records of a validation set that are written. Every validation rewrites the file, which takes
-# about 6 MB with texts as long as those of HH-RLHF.
+# Most records of a validation set that are written, because every validation rewrites the file.
+# With texts as long as those of HH-RLHF, it has about 6 MB.
 MOST_RECORDS = 5000
 
 
 class HeldoutRewards:
     """Writes ``<run>/heldout/<set>.jsonl`` in the format of ``evaluate``'s ``output_rewards`` file.
 
-    Of a set with more than ``most_records`` records, it writes a sample, which a fixed seed draws.
-    A tokenized data set holds no texts, so the first validation reads them again from the data
-    files.
+    If a set has more than ``most_records`` records, it writes a random sample, always the same one.
+    A tokenized data set has no texts, so the first validation reads them again from the data files.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class HeldoutRewards:
         """Convert the ``chosen`` records, which are ratings, to one line of the file each."""
         names, columns = self._contract.attributes, dataset.records.labels
         order = [columns.names.index(name) for name in names]
-        # A rating may have a row of labels for each of its steps. The last row is that of the whole
-        # sample.
+        # A rating of a sample with steps has a row of labels for each step. The last row has the
+        # labels of the whole sample.
         rows = dataset.records.label_bounds[1:] - 1
         labels = columns.values[rows][:, order].tolist()
         return [
@@ -125,11 +124,16 @@ class HeldoutRewards:
     def _read_texts(
         self, origins: Sequence[Origin], chosen: Sequence[int]
     ) -> list[tuple[Text, ...]]:
-        """Read the texts of the ``chosen`` records from the data files.
+        """Read the texts of the ``chosen`` records from the data files, for the report.
+
+        Args:
+            origins: file and line of every record of the validation set.
+            chosen: indices of the records whose texts to read.
 
         Returns:
-            The texts of each record; an empty list if they cannot be read, for example because a
-            file has changed since it was tokenized. The run continues without them.
+            The texts of each chosen record. If the texts cannot be read, e.g. because a file has
+            changed since it was tokenized, a message is printed, and the list is empty. The run
+            continues without a report of these rewards.
         """
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
@@ -151,13 +155,16 @@ def _numbers_in_line(
     chosen: Sequence[int],
     texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
 ) -> dict[int, int]:
-    """Number the records that come from the same line of a file, from 0, to find their texts.
+    """Number the records that come from the same line of a file, from 0.
+
+    A line may have several records. Their texts are found by these numbers.
 
     Returns:
         The number of each ``chosen`` record among the records of its line.
 
     Raises:
-        DataError: tokenization dropped a record of such a line, and it is unknown which one.
+        DataError: tokenization dropped one of several records of a line, and it is unknown which
+            one.
     """
     lines = {origins[index] for index in chosen}
     indices: dict[Origin, list[int]] = {}
@@ -174,7 +181,7 @@ def _numbers_in_line(
 
 
 def _draw_sample(count: int, size: int) -> list[int]:
-    """Draw ``size`` of the indices 0 to ``count - 1`` with a fixed seed.
+    """Draw ``size`` of the indices 0 to ``count - 1`` at random, with a fixed seed.
 
     If ``count`` is smaller than ``size``, all indices are returned.
     """

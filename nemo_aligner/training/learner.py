@@ -3,8 +3,8 @@
 ``RewardLearner`` combines model, optimizer and data. The functions below it compute gradients, and
 convert a head's outputs to rewards and metrics. ``nonfinite.py`` checks for NaN and infinity.
 
-In shapes, S is the number of rewards (one for each sample, turn or step), Q is the number of
-samples, and A is the number of attributes.
+In shapes, S is the number of rewards (one for each sample, turn or step), Q the number of samples,
+and A the number of attributes.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class RewardLearner:
         keep_heldout: KeepHeldout | None = None,
         num_layers: int | None = None,
     ) -> None:
-        """Hold the parts of a run.
+        """Store the parts of a run, which ``build_learner`` has built.
 
         Args:
             model: the reward model in Megatron's data parallel wrapper.
             micro_batch_tokens: most tokens of a pack.
             query_key_cost: work of attention for one pair of query and key, relative to the other
-                work for one token. It balances packs of long and short sequences.
+                work for one token. With it, packs of long and of short sequences get equal work.
             count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
-            keep_heldout: function that gets each measured set and its rewards, to keep them; None
-                keeps none.
+            keep_heldout: function that gets each validation set and its rewards, to write them to
+                files; None if they are not written.
             num_layers: number of layers of a mixture-of-experts model, to measure how evenly tokens
                 are spread over its experts; None for other models.
         """
@@ -123,12 +123,12 @@ class RewardLearner:
                 unchanged.
         """
         plan = self._loader.plan(step)
-        # LoRA's dropout masks are a hash of the step number, so that a resumed run has the same
-        # masks as a run that was never stopped.
+        # Pass the step number: LoRA's dropout masks are a hash of it, so that a resumed run has the
+        # same masks as a run that was never stopped.
         self.model.begin_step(step, self._losses_per_record(plan))
         loss = self._step_loss(plan)
         local_rewards = compute_gradients(self._ddp, plan.packs, self._layout, loss)
-        # Read now, because the update changes the loss scale and the learning rate.
+        # Read these values now, because the update changes the loss scale and the learning rate.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         step_records = StepRecords(
             step=step + 1,
@@ -139,9 +139,9 @@ class RewardLearner:
             device=current_device(),
             is_fp16=loss_scale is not None,
         )
-        # Metrics come from the forward pass of this step, with the weights from before the update
-        # and with LoRA's dropout. Every rank gathers all rewards, so that a failed check raises on
-        # all ranks.
+        # The metrics use the rewards of this step's forward pass, with the weights from before the
+        # update and with LoRA's dropout. Every rank gathers all rewards, so that a failed check
+        # raises on all ranks.
         rewards = self._gather(local_rewards, plan.packs, step_records.records)
         check_rewards(step_records, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, step_records.records)
@@ -154,10 +154,10 @@ class RewardLearner:
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
     def _losses_per_record(self, plan: StepPlan) -> float:
-        """Count the losses of the step relative to its records; a rating has one for each label.
+        """Count the losses of the step per record; a rating has one loss for each label.
 
         The auxiliary loss of a mixture-of-experts model is scaled by this number. Other models have
-        no such loss and get 1.
+        no such loss, so the result is 1.
         """
         if self._num_layers is None:
             return 1.0
@@ -168,8 +168,8 @@ class RewardLearner:
 
         Most losses are sums over records, so that each pack computes its part. A loss that compares
         all rewards of the batch cannot be split. For such a loss, an additional forward pass
-        computes all rewards, and the packs get its gradient with respect to them. The rewards of
-        both forward passes are equal.
+        computes all rewards. Each pack then gets the gradient of the loss with respect to its
+        rewards. The rewards of both forward passes are equal.
         """
         if not self.objective.is_batch_level:
             return self.objective.loss
@@ -194,7 +194,7 @@ class RewardLearner:
             TrainingError: the gradient is not finite, and a lower loss scale cannot help.
         """
         update = self.optimizer.step()
-        # An overflow of fp16 is not an error while the loss scale can still be halved.
+        # In fp16, an overflow is no error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
             problem = _describe_gradient(update, loss_scale)
             compute = partial(
@@ -215,7 +215,7 @@ class RewardLearner:
         self, local_rewards: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
         """Gather the head's outputs ``[S, outputs]`` for ``records`` from all ranks."""
-        # Losses with quantiles or bins have several outputs for an attribute.
+        # An objective with quantiles or bins has several outputs of the head for an attribute.
         shape = (records.num_rewards, self.objective.output_columns.count)
         return gather_rewards(local_rewards, batches, shape, self._layout)
 
@@ -226,13 +226,13 @@ class RewardLearner:
     def measure(
         self, sets: Sequence[TokenizedDataset], watch: Watch = unwatched
     ) -> dict[str, float]:
-        """Compute the metrics of each of ``sets`` on all its records, named ``set/metric``.
+        """Compute the metrics of each set in ``sets`` on all its records, named ``set/metric``.
 
         Raises:
             TrainingError: a reward is not finite.
         """
-        # Gather the updated weights on all ranks now. A rank that gets no records of a set would
-        # not join the gather in its forward pass, and the other ranks would wait for it.
+        # Gather the updated weights on all ranks now. The forward pass would do it, but a rank
+        # without records of a set makes no forward pass, and the other ranks would wait for it.
         self.optimizer.finish_update()
         done, total = 0, sum(map(len, sets))
         all_metrics: dict[str, float] = {}
@@ -247,13 +247,13 @@ class RewardLearner:
     def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
-        """Compute the rewards of all records of a set, and from them its metrics.
+        """Compute the rewards of all records of a set, and the set's metrics from these rewards.
 
         ``after_part`` is called several times with the share of the records that are done, 0 to 1.
         """
         layout, budget = self._layout, self._micro_batch_tokens
-        # Metrics are computed from the rewards of the whole set, because a correlation, a quantile
-        # or a calibration error of a set is not the mean of its batches' values.
+        # Compute the metrics from the rewards of the whole set: a correlation, a quantile or a
+        # calibration error is not the mean of its values on batches.
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
@@ -275,7 +275,8 @@ def compute_gradients(
 ) -> Tensor | None:
     """Clear the model's gradients, and compute the gradients of a step on ``packs``.
 
-    ``model`` is Megatron's data parallel wrapper; ``forward_backward`` explains ``loss``.
+    ``model`` is Megatron's data parallel wrapper. ``loss`` is a loss function, or the gradient of a
+    loss with respect to the rewards.
 
     Returns:
         This rank's outputs of the head; None on a pipeline stage without a head.
@@ -286,7 +287,7 @@ def compute_gradients(
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
-    """Describe the work on the records ``record_ids`` as one large pack, to count its FLOPs."""
+    """Treat the records ``record_ids`` as one large pack, which is enough to count their FLOPs."""
     sizes = [measure_record(dataset, record) for record in record_ids]
     tokens, sequences, query_keys = (sum(column) for column in zip(*sizes, strict=True))
     return Packs(tokens, sequences, keys=query_keys / tokens)
@@ -307,7 +308,7 @@ def _show_share(watch: Watch, done: int, size: int, total: int, share: float) ->
 def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
     """Combine the rewards ``[S, A]`` of turns or steps to one reward per sample ``[Q, A]`` float64.
 
-    Rewards are combined in float32, as in evaluation and in the server, so the results are equal.
+    They are combined in float32, as evaluation and server do, so that the results are equal.
     """
     bounds = records.reward_bounds
     if how is Aggregate.last:
@@ -318,7 +319,7 @@ def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Ten
 def describe_rewards(
     objective: Objective, dataset: TokenizedDataset, rewards: Tensor
 ) -> dict[str, float]:
-    """Compute all metrics of a data set, from the head's outputs.
+    """Compute all metrics of a data set from the head's outputs for its records.
 
     These are the objective's metrics on the whole set and on each of its sources, and the mean and
     standard deviation of the rewards.
@@ -333,7 +334,10 @@ def describe_rewards(
 
 
 def uncentred_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
-    """Convert a head's ``outputs`` to rewards ``[S, A]`` float64, with label means added back."""
+    """Convert a head's ``outputs`` to rewards ``[S, A]`` float64, and add the label means.
+
+    Training subtracts these means from the labels, so the head's outputs are without them.
+    """
     rewards = rewards_of(objective.readout, objective.output_columns.split(outputs).attributes)
     offsets = torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
     return rewards.double() + offsets
@@ -342,8 +346,8 @@ def uncentred_rewards(objective: Objective, labels: LabelColumns, outputs: Tenso
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
     """Compute mean and standard deviation of every attribute's rewards, for the scoring contract.
 
-    If the objective aggregates the rewards of turns or steps, each sample counts with its one
-    aggregated reward; otherwise every reward of a turn or step counts.
+    If the objective aggregates the rewards of turns or steps, the statistics are over the samples'
+    aggregated rewards; otherwise over the rewards of all turns or steps.
     """
     measured = uncentred_rewards(objective, records.labels, rewards)
     rule = objective.aggregate
@@ -362,8 +366,8 @@ def validation_metric_names(
     """List the names of all validation metrics by which checkpoints can be ranked.
 
     The names are known only when metrics are computed, because a custom objective defines its own.
-    So they are computed here without a model, with rewards of 0, for a few records: one of each
-    source and kind of record, on which the names depend.
+    So this function computes them without a model, with rewards of 0. A few records suffice: one
+    for each source and kind of record, because the names depend only on these.
     """
     names = []
     for dataset in datasets:
@@ -378,7 +382,7 @@ def validation_metric_names(
 
 
 def _describe_gradient(update: Update, loss_scale: float | None) -> str:
-    """Describe for an error in which way a gradient is not finite.
+    """Describe for an error whether a gradient is NaN, infinite or overflowed fp16.
 
     ``loss_scale`` is the fp16 loss scale of the step; None in fp32 and bf16.
     """

@@ -81,9 +81,9 @@ class MetricLoggers:
 
     Only rank 0 logs; on all other ranks every method does nothing.
 
-    A logger may fail because its service or a disk is unreachable. It is then dropped with a
-    message, and the run continues. An error of the callback ends the run, because the callback is
-    the caller's own code.
+    A logger may fail because its service or a disk is unreachable. Then a message is printed, the
+    logger gets no more metrics, and the run continues. An error of the callback ends the run,
+    because the callback is the caller's own code.
 
     As a context manager it closes everything at the end. If the block raises, the services show the
     run as failed.
@@ -127,11 +127,11 @@ class MetricLoggers:
         self._for_each_logger(lambda logger: logger.finalize(status))
 
     def _for_each_logger(self, call: Callable[[Any], None]) -> None:
-        """Pass every logger to ``call``; drop a logger, with a message, if its call raises."""
+        """Pass every logger to ``call``; after an error, print a message and drop that logger."""
         for name, logger in list(self._loggers.items()):
             try:
                 call(logger)
-            except Exception as error:  # the loggers' packages raise all kinds of errors
+            except Exception as error:  # any exception: each logger's package has its own
                 del self._loggers[name]
                 cause = error.__cause__ or error
                 say(
@@ -155,10 +155,12 @@ def build_loggers(
     Args:
         settings: the run's resolved settings, which are logged with the metrics.
         start_step: number of steps that the run has done already.
-        callback: called with all metrics that are logged.
+        callback: function of the user that is called with all metrics that are logged; None for
+            none.
 
     Raises:
-        ConfigError, CheckpointError: see ``build_tracked_loggers``.
+        ConfigError: W&B or MLflow rejects the run.
+        CheckpointError: ``tracking.json`` in the folder is damaged.
     """
     if not is_main():
         return MetricLoggers()
@@ -187,8 +189,8 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
         name="tensorboard",
         version="",
         default_hp_metric=False,
-        # A run that starts from step 0 purges all entries: an earlier run in this folder may have
-        # been killed before its first checkpoint.
+        # A run that starts from step 0 purges all entries, because an earlier run in this folder
+        # may have been killed before its first checkpoint.
         purge_step=start_step + 1 if start_step else 0,
     )
 
@@ -199,7 +201,8 @@ def _csv_logger(folder: Path, start_step: int) -> Any:
     logger = CSVLogger(save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1)
     rows = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
     with warnings.catch_warnings():
-        # Lightning deletes an existing file and warns. The rows to keep are written again below.
+        # Lightning deletes an existing file and warns about it. Ignore the warning: the rows to
+        # keep are written again below.
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         experiment = logger.experiment
     for step, row in rows:
@@ -236,11 +239,12 @@ def _parse_numbers(row: Mapping[str, str | None]) -> dict[str, float]:
     return numbers
 
 
-# Lines in the terminal about steps and validations.
+# The second part writes lines in the terminal about steps and validations.
 
 # A run with at most this many steps left shows every step, even if steps are fast.
 _FEW_STEPS = 20
-# How to show metrics that have a unit or a special name. All others are shown as ``name number``.
+# How to show metrics that have a unit or a special name. The other metrics are shown as ``name
+# number``.
 _FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
     "mfu": lambda share: f"MFU {share:.1%}",
@@ -270,8 +274,8 @@ class StepProgress(Progress):
     def begin(self) -> None:
         """Start the clock from which the time per step is computed.
 
-        Call it again after a validation before the first step, which is not among the validations
-        that ``__init__`` has counted.
+        After a validation before the first step, call it again: ``__init__`` did not count this
+        validation, so its time must not count, either.
         """
         super().begin()
         self._since -= self._validating_seconds
@@ -289,7 +293,7 @@ class StepProgress(Progress):
         self.move(step)
 
     def add_validation(self, seconds: float) -> None:
-        """Record how long a validation took, so that its time does not count as that of steps."""
+        """Record how long a validation took, so that the time per step does not include it."""
         self._validated += 1
         self._validating_seconds += seconds
 
@@ -356,12 +360,12 @@ def _metrics_by_source() -> list[str]:
     return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
 
 
-# Gauges of the GPU: MFU, memory and power.
+# The third part measures the GPU: MFU, memory and power.
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """What this rank can measure on its GPU. A field is None if it cannot be measured.
+    """Functions and values to measure this rank's GPU; a field is None if it cannot be measured.
 
     Attributes:
         peak: peak FLOP/s of all ranks' GPUs together. All GPUs are assumed to be of one kind.
@@ -420,7 +424,7 @@ class Gauges:
 
 
 def describe_gpu_memory(device: torch.device | str) -> str | None:
-    """Describe how much of a GPU's memory torch and all other users hold; None for a CPU."""
+    """Describe how much of a GPU's memory torch and other users hold; None if it is not a GPU."""
     device = torch.device(device)
     if not _is_gpu(device):
         return None
@@ -448,17 +452,18 @@ def _is_gpu(device: torch.device) -> bool:
 def _is_readable(gauge: Callable[[], float]) -> bool:
     """True if ``gauge`` can be read on this machine.
 
-    NVML may be missing, or this GPU may not support the value.
+    Reading fails if NVIDIA's library NVML is missing, or if this GPU does not support the value.
     """
     try:
         gauge()
     except Exception:
-        # pynvml's error classes cannot be named here, because pynvml may not be installed.
+        # Catch every exception: pynvml's error classes cannot be named here, because it may not be
+        # installed.
         return False
     return True
 
 
-# The time limit of a run, and the time that each part of a step takes.
+# The fourth part has the time limit of a run, and the time that each part of a step takes.
 
 _MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
@@ -490,7 +495,7 @@ class Timers:
         self.add_since(start, name)
 
     def add_since(self, start: float, name: str) -> None:
-        """Add the time since ``start`` (a ``time.perf_counter()`` value) to the part ``name``."""
+        """Add the time since ``start`` (by ``time.perf_counter()``) to the part ``name``."""
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:

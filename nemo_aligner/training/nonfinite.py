@@ -1,9 +1,9 @@
 """Find the records and ranks that cause a reward, a loss or a gradient that is not finite.
 
 Such a value ends a run, and the error names the records that caused it. The record that contributes
-most is named first. An example is a label of 1e38: it spoils the mean that is subtracted from all
-labels, so that no record's loss is finite in fp32. But in float64 the record with that label has by
-far the largest loss.
+most is named first. The losses of single records are computed in float64 to find it. An example is
+a label of 1e38: it spoils the mean that is subtracted from all labels, so no record's loss is
+finite in fp32. But in float64, the record with that label has by far the largest loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FP16_ADVICE = "; fp16 ends at 65504, but fp32 and bf16 hold far larger values"
 class StepRecords:
     """The records of one training step, in the order of the global batch.
 
-    A NaN or an infinity in the step is traced back to them.
+    If the step has a NaN or an infinity, this object finds the records that caused it.
 
     Attributes:
         step: number of the step, counted from 1.
@@ -77,7 +77,7 @@ class StepRecords:
 
 def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
     """Name the first few records by file and line, and count the rest."""
-    # A batch may hold the same record twice, but it is named once.
+    # Name a record once, even if the batch has it twice.
     origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
     shown = ", ".join(origins[:_MOST_NAMED]) or "no single record"
     more = len(origins) - _MOST_NAMED
@@ -100,7 +100,7 @@ def _describe_far_labels(dataset: TokenizedDataset) -> str:
 
 @dataclass(frozen=True, order=True)
 class _Blame:
-    """How likely it is that a record caused a loss or gradient that is not finite.
+    """Judgement of how likely a record has caused a loss or gradient that is not finite.
 
     Objects sort by the fields in this order, the likeliest cause last.
 
@@ -125,7 +125,7 @@ class _Blame:
 
 def _sort_by_blame(blames: Iterable[_Blame]) -> list[int]:
     """Return the indices of the records without duplicates, the likeliest cause first."""
-    # Sorting by index first keeps records with equal blame in the order of the batch.
+    # Sort by index first, so that records with equal blame stay in the order of the batch.
     in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
     return list(dict.fromkeys(blame.index for blame in in_order))
 
@@ -165,7 +165,7 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     ]
     blames_by_rank = gather_objects(local_blames)
     indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
-    # If only the sum of the losses is infinite but no record's loss, all ranks are named, because
+    # If only the sum of the losses is infinite, and no record's loss is, name all ranks, because
     # every rank has computed the sum.
     all_ranks = list(range(len(blames_by_rank)))
     ranks = [rank for rank in all_ranks if blames_by_rank[rank]] or all_ranks
@@ -192,13 +192,12 @@ def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
 def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     """True if all rewards and their loss are finite."""
     total, _ = loss(rewards, records)
-    # Check the rewards, too: the loss leaves out a record without labels, even if its reward is
-    # NaN.
+    # Check the rewards, too: the loss ignores a record without labels, even if its reward is NaN.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
 def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
-    """Judge the record at ``index`` of the batch by its loss alone, computed in float64."""
+    """Judge a record by its own loss in float64; ``index`` is its place in the batch."""
     total, _ = loss(rewards.double(), record)
     return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 
@@ -219,12 +218,13 @@ def gradient_error(
         compute_gradients: replaces the model's gradients by those of the packs that it gets.
         problem: description of the gradient for the error.
     """
-    # Find the ranks whose gradient of the step is not finite, before it is overwritten.
+    # Do this first, because the gradients of single records below overwrite the gradient of the
+    # step.
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
-        # All ranks compute the same record. Megatron sums gradients over the ranks, so records on
-        # different ranks would not be told apart.
+        # All ranks compute the same record at a time. Megatron sums gradients over the ranks, so
+        # different records on the ranks could not be told apart.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         compute_gradients(packs)
@@ -241,7 +241,7 @@ def gradient_error(
 def _has_finite_gradients(model: Any) -> bool:
     """True if the norm of this rank's gradients, before clipping, is finite.
 
-    The sum of squares is tested, because the squares of large fp32 gradients overflow.
+    This tests the sum of squares as the norm does: squares of large fp32 gradients overflow.
     """
     norms = [
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad

@@ -28,7 +28,7 @@ from nemo_aligner.training.adamw import AdamW, MomentStreamer
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
 from nemo_aligner.utils.host_transfer import wait_for_host_copies
 
-# Taking a step, and saving and loading the optimizer's state.
+# The first part takes a step, and saves and loads the optimizer's state.
 
 _SKIPPED = "skipped_steps"
 _EPSILON = 1e-6  # added to the gradient norm before dividing by it, as in Megatron and torch
@@ -69,12 +69,12 @@ class Optimizer:
         scheduler: OptimizerParamScheduler,
         clip_grad: float,
     ) -> None:
-        """Hold the parts that ``build_optimizer`` builds.
+        """Store the parts that ``build_optimizer`` has built.
 
         Args:
             model: Megatron's data parallel wrapper.
-            states: the state of the dense weights and, for a mixture-of-experts model, a second
-                one of the experts' weights.
+            states: the state of the dense weights and, for a mixture-of-experts model, a second one
+                of the experts' weights.
             param_groups: hyperparameters of each group of parameters.
             clip_grad: largest gradient norm; 0 does not clip.
         """
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step for parameters whose multiple of it is 1."""
+        """Learning rate of the next step, for parameters without a multiple (``lr_mult`` of 1)."""
         return float(self._scheduler.get_lr({"lr_mult": 1.0}))
 
     @property
@@ -112,7 +112,8 @@ class Optimizer:
         """
         overflows, norm = self._measure_gradients()
         if self._loss_scale is not None:
-            # At the lowest scale, no lower one is left to try: the gradient itself is not finite.
+            # At the lowest loss scale, an overflow is no problem of the scale: the gradient itself
+            # is not finite.
             skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
             self._loss_scale.update(overflows)
             if overflows:
@@ -120,13 +121,13 @@ class Optimizer:
                 return Update(math.nan, applied=False, skipped=skipped)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        factor = self._clip_grad / (norm + _EPSILON)  # clip by the norm (Pascanu et al. 2013)
+        factor = self._clip_grad / (norm + _EPSILON)  # clip by norm (Pascanu et al. 2013)
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
-        wait_for_host_copies()  # a save may still be copying weights and moments
+        wait_for_host_copies()  # a save may still copy what changes now
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
-        # Each rank has updated its shards only. With ``overlap_param_gather``, the next forward
-        # pass gathers the updated weights, bucket by bucket as it reaches them (see
+        # Each rank has updated only its shards. With ``overlap_param_gather``, the next forward
+        # pass gathers the updated weights of each bucket when it reaches the bucket (see
         # ``finish_update``). Otherwise gather all of them now.
         if not self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync()
@@ -134,24 +135,27 @@ class Optimizer:
         return Update(norm, applied=True, skipped=False)
 
     def _measure_gradients(self) -> tuple[bool, float]:
-        """Divide fp16 gradients by the loss scale, and measure all gradients; collective.
+        """Divide fp16 gradients by the loss scale, and compute the norm of all gradients.
+
+        Every rank must call it.
 
         Returns:
             True if a gradient overflowed fp16, and the L2 norm of the gradients of all ranks.
         """
-        # The global sum of squares is the sum over ranks: shards do not overlap, and only one
-        # tensor parallel rank counts a replicated parameter. A rank without gradients adds 0.
+        # Each rank sums its own squares: shards do not overlap, and only one tensor parallel rank
+        # counts a replicated parameter. So the sum over the ranks is the global sum of squares. A
+        # rank without gradients adds 0.
         sums = torch.zeros(1 + len(self._norm_gradients), device=current_device())
         if self._loss_scale is not None and self._gradients:
             inverse = torch.full((1,), 1 / self._loss_scale.value, device=sums.device)
             torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, sums[:1], inverse)
         for index, gradients in enumerate(self._norm_gradients, 1):
             if gradients:
-                # A list with one tensor per parameter: on a CPU, a single sum over billions of
-                # squares would lose digits.
+                # get_total_norm gets one tensor per parameter: on a CPU, a single sum over billions
+                # of squares would lose digits.
                 sums[index] = get_total_norm(gradients) ** 2.0
         dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
-        overflows, *squares = sums.tolist()  # the only time that the host waits for the GPU
+        overflows, *squares = sums.tolist()  # the host waits for the GPU only here
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
@@ -171,7 +175,8 @@ class Optimizer:
         """Gather the updated weights on every rank now; collective.
 
         Call it after training and before anything else reads the weights. The forward pass of a
-        training step needs no such call, because it waits for each bucket before it uses it.
+        training step needs no such call, because it waits for the weights of each bucket before it
+        uses them.
         """
         if not self._model.ddp_config.overlap_param_gather:
             return
@@ -186,9 +191,9 @@ class Optimizer:
 
         For a save, the result holds copies in host memory: 12 bytes per trained parameter on the
         first rank of each data parallel group. The copies may not be complete on return. To wait
-        for them, call ``start_host_copies`` afterwards, even without tensors, and call the function
-        that it returns: copies finish in order. The next call of this method reuses the memory, so
-        the result must be written to disk before that.
+        for them, call ``start_host_copies`` afterwards (an empty list of tensors will do), and call
+        the function that it returns: copies finish in the order of their start. The next call of
+        this method reuses the memory, so the result must be written to disk before that.
 
         Args:
             model_state: the model's sharded state dict, which says how each weight is sharded.
@@ -205,7 +210,7 @@ class Optimizer:
     def _sharded_part(
         self, state: ShardedState, is_expert: bool, model_state: dict[str, Any], is_loading: bool
     ) -> dict[str, Any]:
-        """Build the state dict of the dense or the expert parameters, in megatron-core's format."""
+        """Build the state dict of dense or expert parameters, in megatron-core's format."""
         step = float(self._scheduler.num_steps)
         groups = [
             {**group, "step": step}
@@ -217,7 +222,7 @@ class Optimizer:
             "param_state_sharding_type": "fully_reshardable",
         }
         tensors = state.to_load(model_state) if is_loading else state.to_save(model_state)
-        # A rank with nothing to save must not write an empty entry, which would conflict with the
+        # Omit the entry on a rank with nothing to save: an empty one would conflict with the
         # entries of other ranks.
         if tensors:
             part["param_state"] = tensors
@@ -226,12 +231,12 @@ class Optimizer:
         return part
 
     def load_state_dict(self, state: dict[Any, Any], step: int) -> None:
-        """Load a saved state, which was saved after ``step`` steps.
+        """Load the optimizer's state that was saved after ``step`` steps.
 
         Hyperparameters keep the values of this run's settings.
         """
         self._adamw.wait()
-        # Checkpoints of old versions, which could not train in fp16, do not have this entry.
+        # The entry is missing in checkpoints of old versions, which could not train in fp16.
         self.skipped_steps = int(state.get(_SKIPPED, 0))
         count = len(self._states)
         parts = [state] if count == 1 else [state[index] for index in range(count)]
@@ -246,8 +251,8 @@ class Optimizer:
 def _select_for_norm(shards: Sequence[Shard]) -> list[Tensor]:
     """List the gradients that this rank adds to the norm, as a view for each parameter.
 
-    Matrices come before vectors, as in megatron-core's parameter groups. Earlier versions summed
-    in that order, so a run that resumes from their checkpoints rounds as before.
+    Matrices come before vectors, as in megatron-core's parameter groups. Earlier versions summed in
+    that order, so a run that resumes from their checkpoints gets the same rounding.
     """
     pairs = [(shard, segment) for shard in shards for segment in shard.segments]
     pairs.sort(key=lambda pair: pair[1].parameter.dim() == 1)
@@ -303,10 +308,10 @@ class LossScale:
         self.hysteresis_tracker = state["hysteresis_tracker"]
 
 
-# Building the optimizer and its schedule.
+# The second part builds the optimizer and its schedule.
 
-# Multiple of the learning rate for scalars that an objective learns, such as a log of a scale. They
-# have to change much more than weights do.
+# Multiple of the learning rate for scalars that an objective learns, such as the log of a scale,
+# because they have to change much more than weights do.
 _OBJECTIVE_LR = 100.0
 
 
@@ -330,8 +335,8 @@ class _Group(NamedTuple):
     def hyperparameters(self, config: OptimConfig) -> dict[str, Any]:
         """Return the hyperparameters of the group, under megatron-core's names.
 
-        The scheduler reads them. When a checkpoint is loaded, megatron-core finds the saved group
-        by them.
+        The learning rate scheduler reads them. When a checkpoint is loaded, megatron-core uses them
+        to find the group's saved state.
         """
         assert config.lr is not None
         scale = _OBJECTIVE_LR if self.is_of_objective else 1.0
@@ -363,25 +368,27 @@ def build_optimizer(
         total_steps: steps of the run, for the learning rate schedule.
 
     Raises:
-        ConfigError: see ``SchedulerConfig.last_decay_step``.
+        ConfigError: warm-up and constant steps leave no step for the decay.
     """
     device, group_of = current_device(), _group_parameters(model, config)
-    # Pipeline parallel ranks have different parameters but must save the same groups.
+    # Collect the groups of all pipeline parallel ranks: they have different parameters, but must
+    # save the same groups.
     groups = sorted(set().union(*gather_objects(set(group_of.values()))))
     param_groups = [group.hyperparameters(config) for group in groups]
     states = _build_states(model, any(group.is_expert for group in groups), config.cpu_offload)
     adamw = AdamW(
         [shard for state in states for shard in state.shards],
         {parameter: groups.index(group) for parameter, group in group_of.items()},
-        # Without a GPU everything is in host memory, and there is nothing to copy.
+        # None without a GPU: all moments are in host memory then, and there is nothing to copy.
         MomentStreamer(device) if config.cpu_offload and device.type == "cuda" else None,
     )
     scheduler = _build_scheduler(param_groups, config, total_steps)
     optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
-    # Megatron's schedules call two functions that the model's config holds. After the last
-    # micro-batch, ``finalize_model_grads`` waits until gradients are reduced over data parallel
-    # ranks. With sequence parallelism, it sums the gradients of norms over tensor parallel ranks.
-    # Then it divides all gradients by the global count of losses.
+    # Megatron's pipeline schedules call two functions that the model's config holds.
+    # ``grad_scale_func`` scales the loss. ``finalize_model_grads_func`` is called after the last
+    # micro-batch: it waits until gradients are reduced over data parallel ranks, sums the gradients
+    # of norms over tensor parallel ranks (with sequence parallelism), and divides all gradients by
+    # the global count of losses.
     model_config = model.module.config
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
@@ -393,8 +400,8 @@ def _build_states(
 ) -> list[ShardedState]:
     """Build one state for the dense parameters and, if any rank has experts, one for the experts.
 
-    They are separate because they are sharded over different ranks: with expert parallelism, fewer
-    ranks have a copy of an expert than of a dense parameter.
+    The two states are separate because they are sharded over different ranks: with expert
+    parallelism, fewer ranks have a copy of an expert than of a dense parameter.
     """
     dense, expert = model.buffers, model.expert_parallel_buffers
     group = parallel_state.get_data_parallel_group_gloo(True, partial_data_parallel=True)
@@ -410,7 +417,7 @@ def _build_states(
 def _group_parameters(
     model: DistributedDataParallel, config: OptimConfig
 ) -> dict[torch.nn.Parameter, _Group]:
-    """Map each trained parameter to its group."""
+    """Map each trained parameter to its group, the parameters with the same hyperparameters."""
     multiples = _lr_multiples(model.module, config)
     return {
         parameter: _Group(
@@ -425,7 +432,7 @@ def _group_parameters(
 
 
 def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
-    """Map each parameter whose multiple of the learning rate is not 1 to this multiple."""
+    """Map parameters to their multiple of the learning rate; a parameter without one has 1."""
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]

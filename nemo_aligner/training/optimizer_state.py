@@ -32,7 +32,7 @@ _STATE = ("param", *MOMENTS)
 _Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 _Flat: TypeAlias = dict[str, Tensor]
 
-# The optimizer's state in memory.
+# The first part has the optimizer's state in memory.
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shard:
 
 
 def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
-    """Build this rank's shard of each bucket of a DDP buffer, with moments of zero."""
+    """Build this rank's shard of each bucket of a DDP buffer, with all moments set to zero."""
     rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
     shards = []
     for bucket in buffer.buckets:
@@ -91,7 +91,7 @@ def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
     return shards
 
 
-# The optimizer's state in checkpoints.
+# The second part has the optimizer's state in checkpoints.
 
 
 class ShardedState:
@@ -112,11 +112,11 @@ class ShardedState:
         self._prefix = prefix
         self._by_buffer = [build_shards(buffer, moments_on_host) for buffer in buffers]
         parameters = chain.from_iterable(buffer.param_index_map for buffer in buffers)
-        # Megatron's state dict names parameters by these integers.
+        # Megatron's optimizer state dict names each parameter by a number.
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._host: list[_Flat] = []
-        # For the number of a parameter and the name of a state tensor: for each block of rows to
-        # read, the slice of its elements that lies in this rank's shard.
+        # (number of a parameter, name of a state tensor) -> for each block of rows to read from a
+        # checkpoint, the slice of its elements that lies in this rank's shard.
         self._slices: dict[tuple[int, str], list[slice]] = {}
 
     @property
@@ -136,8 +136,8 @@ class ShardedState:
         """
         size, is_first = self._group.size(), self._group.rank() == 0
         if not self._host:
-            # The first rank needs room for the whole state of a buffer, each other rank only for
-            # its shards, which it sends.
+            # The first rank needs host memory for the whole state of a buffer; each other rank only
+            # for its shards, which it sends to the first.
             numels = [
                 buffer.numel if is_first else buffer.numel // size for buffer in self._buffers
             ]
@@ -165,8 +165,8 @@ class ShardedState:
 
         megatron-core reads a checkpoint into the tensors of the result.
         """
-        # Meta tensors take no memory, but their offsets tell where a saved tensor lies in the flat
-        # buffer and in the parameter.
+        # Tensors on the meta device take no memory, but their offsets tell where a saved tensor
+        # lies in the flat buffer and in the parameter.
         meta = [
             {key: torch.empty(buffer.numel, device="meta") for key in _STATE}
             for buffer in self._buffers
@@ -188,7 +188,7 @@ class ShardedState:
         """Copy the rows that ``to_load`` requested into the shards; this empties ``loaded``."""
         for shard, segment in self._segments():
             number = self._numbers[segment.parameter]
-            stored = loaded.pop(number)  # popped, so that its memory is freed after the copy
+            stored = loaded.pop(number)  # pop: its memory is freed after the copy
             for key in _STATE:
                 parts = zip(stored[key], self._slices[number, key], strict=True)
                 values = torch.cat([rows.flatten()[elements] for rows, elements in parts])
@@ -226,7 +226,7 @@ class ShardedState:
         return entries
 
     def _split(self, bucket: Any, flat: _Flat) -> dict[str, Sequence[Tensor]]:
-        """Split the memory of a bucket in ``flat`` into shards, for each state tensor.
+        """Split the memory of a bucket in the flat host tensors ``flat`` into shards of the ranks.
 
         The first rank gets views of all ranks' shards, its own first. Every other rank gets one
         view, of the shard that it sends.
@@ -247,7 +247,8 @@ def _host_memory(numel: int) -> _Flat:
 def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedTensor, slice]]:
     """Select the rows of saved tensors that hold elements ``start`` to ``end`` of a parameter.
 
-    A parameter is saved as one tensor or, if megatron-core has a factory for it, as several.
+    A parameter is saved as one tensor, or as several if megatron-core has a factory for it
+    (SwiGLU).
 
     Yields:
         For each saved tensor with such rows: a sharded tensor with memory for the rows, and the
@@ -256,7 +257,7 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
     tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
     for stored in tensors:
         data = stored.data
-        # Tensor parallelism splits parameters by rows, so a rank's rows are contiguous.
+        # A parameter is split by rows for tensor parallelism, so a rank's rows are contiguous.
         assert data.is_contiguous(), stored.key
         begin = data.storage_offset() - entry.data.storage_offset()
         first, last = max(start, begin) - begin, min(end, begin + data.numel()) - begin
@@ -276,7 +277,7 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
                 data=rows,
                 local_shape=tuple(rows.shape),
                 global_offset=tuple(offset),
-                axis_fragmentations=None,  # None, because the selected rows form no regular grid
+                axis_fragmentations=None,  # None: the rows form no regular grid
             ),
             slice(first - above * row, last - above * row),
         )

@@ -152,7 +152,7 @@ def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
     return RunFolder(checkpoints, early_stopping, fresh, latest)
 
 
-# Checking and completing the settings.
+# The code below checks and completes the settings.
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -195,12 +195,12 @@ def _resolve_defaults(
     is part of the scoring contract.
 
     Raises:
-        ConfigError: see ``ModelConfig.with_learning_rate``.
+        ConfigError: ``model.optim.sched.min_lr`` is above the default learning rate.
     """
     if config.trainer.precision is None:
         if contract is not None:
             precision = Precision(contract.dtype)
-        else:  # rank 0 decides for all, because the nodes of a cluster may have different GPUs
+        else:  # rank 0 decides, because the nodes of a cluster may have different GPUs
             precision = Precision.bf16 if on_main(gpu_computes_bf16) else Precision.fp32
         config = replace(config, trainer=replace(config.trainer, precision=precision))
     if config.model.optim.lr is None:
@@ -227,7 +227,7 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
         )
 
 
-# Tokenizing the data by the run's scoring contract.
+# The code below tokenizes the data by the run's scoring contract.
 
 
 def _build_data(
@@ -241,8 +241,8 @@ def _build_data(
     ``resumed`` is the contract in the checkpoint from which the run resumes; None for a new run.
 
     Raises:
-        ConfigError, DataError: see ``build_contract``, ``continue_contract``,
-            ``ModelShape.length_dependent_rope`` and ``build_training_data``.
+        ConfigError: the settings do not fit the model, its tokenizer or its scoring contract.
+        DataError: the data cannot be read, or does not fit the settings.
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
@@ -250,12 +250,12 @@ def _build_data(
     model, start = config.model, base.contract
     if resumed is not None:
         model = replace(model, objective_kwargs=settings_of_run(model, resumed))
-    # A previous contract matters only for built-in templates, because only these can have changed
-    # between two versions of this package.
+    # The resumed contract is passed only for a built-in template, because only built-in templates
+    # can have changed between two versions of this package.
     previous_contract = resumed if model.data.template in BUILT_IN_TEMPLATES else None
     contract = build_contract(model, base.tokenizer, config.precision, start, previous_contract)
-    # The objective may set the contract's ``aggregate``, so build the objective before the contract
-    # is compared with that of the reward model to start from.
+    # Build the objective first: it may set the contract's ``aggregate``, and then the contract is
+    # compared with that of the reward model to start from.
     objective = build_objective(
         model, contract.attributes, contract.attribute_weights, contract.has_steps
     )
@@ -269,7 +269,7 @@ def _build_data(
             new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
-    shape.length_dependent_rope(contract.seq_length)  # raises if the length is unsupported
+    shape.length_dependent_rope(contract.seq_length)  # raises if the length is not supported
     data = build_training_data(
         model,
         contract,
@@ -289,7 +289,7 @@ def _build_data(
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
-# Opening the folder of the run.
+# The code below opens the folder of the run.
 
 
 def _checkpoints_folder(config: ExpManagerConfig) -> Path:
@@ -300,10 +300,10 @@ def _checkpoints_folder(config: ExpManagerConfig) -> Path:
 def open_checkpoints(
     config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
 ) -> RunCheckpoints:
-    """Open the run's checkpoints, which the metric ``monitor`` ranks.
+    """Open the run's checkpoints, which are ranked by the metric of the setting ``monitor``.
 
-    If ``monitor`` is null, it is the main metric of the first validation set. If ``mode`` is null,
-    the metric determines it: for losses, ties and calibration errors, smaller is better.
+    If ``monitor`` is null, this is the main metric of the first validation set. If ``mode`` is
+    null, the metric determines it: for losses, ties and calibration errors, smaller is better.
 
     Raises:
         ConfigError: no validation metric is called ``monitor``, or ``mode`` is the wrong direction

@@ -51,18 +51,18 @@ from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
-# Keys of a run's fingerprint, the values that must not change when the run resumes. Those listed
-# here are compared in a special way.
+# Keys of a run's fingerprint, the values that must not change when the run resumes. Only the keys
+# that are compared in a special way have a name here.
 
 _CONTRACT = "scoring contract"
-# Digest of the frozen weights of a LoRA run, whose checkpoints do not contain these weights.
+# Digest of a LoRA run's frozen weights, because the run's checkpoints do not contain these weights.
 _FROZEN = "frozen weights"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
-# Settings of multiples of the learning rate. The optimizer's state groups parameters by them, so
-# they must not change.
+# Settings of learning rate multiples. They must not change, because the optimizer's state groups
+# parameters by them.
 _MULTIPLES = ("head_lr_mult", "layer_lr_decay")
 _DATA = "training data"
 # Settings that choose the metric by which checkpoints are compared.
@@ -102,7 +102,7 @@ def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> Ru
     if config.model.lora.rank > 0:
         frozen = {_FROZEN: frozen_digest(learner.model)}
         fresh = replace(fresh, fingerprint={**fresh.fingerprint, **frozen})
-        if latest is not None:  # check_resumable has compared everything but the frozen weights
+        if latest is not None:  # not loaded yet when check_resumable ran
             check_same_run(latest, {**latest.state.fingerprint, **frozen})
     checkpoints.clean()
     checkpoints.compare_with(fresh)
@@ -125,7 +125,7 @@ def load_checkpoint(
 ) -> None:
     """Load weights and moments of ``latest``, and log where the run continues and what changed.
 
-    ``samples`` is the word for the items that the run has counted so far, for the log.
+    ``samples`` is the word in the log for the items that the run counts ("records", "sequences").
     """
     say(f"loading {latest.path} ...")
     with waiting_for(f"loading {latest.path}"):
@@ -136,7 +136,7 @@ def load_checkpoint(
 
 
 def resumed_state(fresh: RunState, previous: RunState) -> RunState:
-    """Combine the settings of this run with the progress of the checkpoint that it resumes.
+    """Combine this run's settings (``fresh``) and a checkpoint's progress (``previous``).
 
     Early stopping counts from 0 again if the validation data or the monitored metric has changed,
     because old and new values cannot be compared. If the validation data has changed, the metrics
@@ -159,7 +159,8 @@ def resumed_state(fresh: RunState, previous: RunState) -> RunState:
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
     """Build the state of a new run before its first step; ``shape`` is that of the model to train.
 
-    A new run starts with it. When a run resumes, its checkpoint's state is compared with it.
+    A new run starts with this state. When a run resumes, the checkpoint's state is compared with
+    it.
     """
     return RunState(
         step=0,
@@ -180,7 +181,8 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
         fresh: the state of a new run with the settings and the data of this run.
 
     Returns:
-        The checkpoint. A fingerprint of an older version is completed with the keys it lacks.
+        The checkpoint; if an older version wrote it, with the missing keys added to its
+        fingerprint.
 
     Raises:
         CheckpointError: the checkpoint belongs to another run.
@@ -198,8 +200,8 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
         _CONTRACT: differences or stored.hash,
     }
     if differences:
-        # Another contract tokenizes the same files differently, so their digests always differ.
-        # Report only the difference of the contracts.
+        # The contracts differ, so they tokenize the same files differently, and the digests of the
+        # data always differ, too. Report only the difference of the contracts.
         fingerprint[_DATA] = saved.get(_DATA)
     elif saved.get(_DATA) != fingerprint[_DATA]:
         # Older versions saved one digest of all tokens, newer ones a digest for each file. Compare
@@ -224,7 +226,7 @@ def check_objective_exists(latest: Saved) -> None:
 
 
 def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
-    """Check that the run's folder has no checkpoint, if the settings do not allow to resume.
+    """If the settings forbid resuming, check that the run's folder has no checkpoint.
 
     Raises:
         ConfigError: ``exp_manager.resume_if_exists`` is false, and the folder has a checkpoint.
@@ -237,7 +239,7 @@ def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """Describe what has changed since a checkpoint: a line for each setting or validation set."""
+    """List what has changed since a checkpoint, one line for each setting or validation set."""
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     old, new = latest.state.validated_on or {}, fresh.validated_on or {}
@@ -281,7 +283,7 @@ def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> d
     """Collect the values that must not change when a run resumes, as plain JSON values.
 
     They describe the model, the data and its order, and the objective. The parallel layout, the
-    learning rate and the length of the run are left out, because they may change.
+    learning rate and the length of the run are not included, because they may change.
     """
     model = config.model
     return {
@@ -312,7 +314,8 @@ def changed_settings(previous: Mapping[str, Any], current: Mapping[str, Any]) ->
     ]
 
 
-# Facts about a run for its report: versions, data, scoring contract and memory.
+# The code below collects facts about a run for its report: versions, data, scoring contract and
+# memory.
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
@@ -363,7 +366,7 @@ def describe_file(report: FileReport) -> dict[str, Any]:
 
 
 def describe_contract(contract: ScoringContract) -> dict[str, Any]:
-    """Return the hash and the fields of the scoring contract, as plain JSON values."""
+    """Return the scoring contract's hash and fields as plain JSON values, for the run's report."""
     return {"contract_hash": contract.hash, "contract": contract.to_dict()}
 
 

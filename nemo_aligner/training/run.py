@@ -60,8 +60,10 @@ def train(
     """Train a reward model: build the parts in the order of the data flow, and run the trainer.
 
     Args:
-        callback: called on rank 0 with all metrics that are logged. If it raises, the run ends.
-        in_program: the process continues after the run, as a notebook does; see ``SignalHandler``.
+        callback: function that rank 0 calls with all metrics that are logged. If it raises, the run
+            ends.
+        in_program: the process continues after the run, as a notebook does, so Ctrl-C raises
+            KeyboardInterrupt instead of ending the process.
 
     Raises:
         AlignerError: settings, data or checkpoint are invalid, or a reward, loss or gradient is not
@@ -69,7 +71,7 @@ def train(
     """
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
-    # The exit stack also cleans up after an error, because a notebook's process lives on.
+    # Clean up after an error, too (exit_stack), because the process of a notebook lives on.
     with stop, launch() as world, ExitStack() as exit_stack:
         lock = exit_stack.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)
@@ -111,7 +113,8 @@ def _say_descriptions(
     """Print the descriptions of model and steps.
 
     Returns:
-        Their lines, for the run's report. A line that was printed in several parts is one line.
+        The printed lines, for the run's report. A line that was wrapped on the terminal is one
+        line.
     """
     descriptions = [
         describe_model(run, head_is_new=pretrained.head_is_new),
@@ -136,7 +139,7 @@ def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> 
     return keep
 
 
-# Exporting the model at the end of a run.
+# The code below exports the model at the end of a run.
 
 
 def finish(
@@ -146,7 +149,7 @@ def finish(
     pretrained: PretrainedModel,
     average_best: int = 1,
 ) -> dict[str, float]:
-    """Export the model of a complete run; for a stopped run, print how to continue it.
+    """Export the model if the run is complete; if it was stopped, print how to continue it.
 
     Returns:
         The model's metrics on the test sets, named ``set/metric``.
@@ -206,7 +209,7 @@ def export(
     config = {
         **pretrained.config,
         "reward_model_type": contract.reward_model_type,
-        # NeMo reads the number of the head's outputs from here.
+        # NeMo reads the number of the head's outputs from ``num_attributes``.
         "regression": {"num_attributes": contract.num_outputs},
     }
     with waiting_for(f"writing {path}"):
@@ -241,7 +244,7 @@ def _average(
         saved: the checkpoints to average, the best first.
 
     Returns:
-        The best checkpoint, but with the metrics of the mean, and a description for the log.
+        The best checkpoint with its metrics replaced by those of the mean, and a text for the log.
     """
     _load_mean(saved, checkpoints, learner.model)
     best = saved[0]
@@ -259,9 +262,10 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
     """Load the mean of the weights of ``saved`` into ``model``.
 
     Weights are summed in float64 in host memory, so the mean is rounded only once. With LoRA, the
-    matrices A and B are averaged one by one, and their product is not the mean of the products.
+    matrices A and B are averaged separately, so their product is not the mean of the products B A.
     """
-    # The model itself holds each checkpoint in turn, so host memory only needs room for the sums.
+    # Load one checkpoint after the other into the model itself, so that host memory needs room only
+    # for the sums.
     sums: dict[str, Tensor] = {}
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -278,8 +282,8 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:
     """Add the mean and standard deviation of the model's rewards to the scoring contract.
 
-    The checkpoint ``chosen`` has them from its validation, on the first validation set. If there is
-    no such set, the contract stays unchanged.
+    They come from the metrics of the checkpoint ``chosen`` on the first validation set. If there is
+    no validation set, the contract is not changed.
     """
     metrics = chosen.state.metrics
     first = next((name for name in metrics if "/reward_mean/" in name), None)

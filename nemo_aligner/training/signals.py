@@ -35,10 +35,10 @@ from nemo_aligner.utils.console import fit
 from nemo_aligner.utils.processes import is_first_rank
 
 _STDERR = 2
-# A signal counts as the second one only if it comes at least this many seconds after the first.
+# Seconds after the first signal from which another one counts as a second one.
 _SECOND_AFTER = 1.0
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-# Exit code of a run that SIGUSR1 stopped; a shell reports the same code for a process that SIGUSR1
+# Exit code of a run that SIGUSR1 stopped. A shell reports the same code for a process that SIGUSR1
 # killed.
 RESUME_EXIT_CODE = 128 + signal.SIGUSR1
 _AT_ONCE = "press Ctrl-C again to exit at once"
@@ -124,7 +124,7 @@ class SignalHandler:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """Set the phase to ``training`` in the block, and to ``finishing`` after it."""
+        """Set the phase to ``training`` in the ``with`` block, and to ``finishing`` after it."""
         self._phase = Phase.training
         yield
         self._phase = Phase.finishing
@@ -133,9 +133,9 @@ class SignalHandler:
         self._takes_signals = threading.current_thread() is threading.main_thread()
         if not self._takes_signals:
             return self
-        # Python calls ``_on_signal`` only between two bytecode instructions, so a signal during a
-        # backward pass waits until its end. But the interpreter also writes each signal to a
-        # socket at once. A thread reads the socket, and tells the user that the run will stop.
+        # Python calls ``_on_signal`` only between two bytecode instructions, so during a backward
+        # pass only after its end. But the interpreter also writes each signal to a socket at once.
+        # A thread reads the socket, and tells the user immediately that the run will stop.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         descriptor = self._writer.fileno()
@@ -156,14 +156,14 @@ class SignalHandler:
         self._reader.close()
         is_ending = kind in (SystemExit, KeyboardInterrupt)
         if self._signal is not None and self._phase is Phase.starting and not is_ending:
-            # Other ranks have exited before this one because of the signal. The error that ends
-            # the block only says that they are gone, so report the signal instead.
+            # If other ranks exit first because of the signal, this rank gets an error that they are
+            # gone. Report the signal instead of that error.
             raise self._exit_exception(self._signal) from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: remember the first as the reason to stop, or raise to end the run now.
 
-        Python calls this in the main thread.
+        Python calls this in the main thread, possibly only after a long operation.
         """
         if self._signal is None:
             self._signal, self._signal_time = number, self._now()
@@ -206,5 +206,5 @@ class SignalHandler:
     def _announce(self, text: str) -> None:
         """Print ``text`` to stderr, on the first rank only."""
         if self._is_main:
-            start = "\n" if os.isatty(_STDERR) else ""  # the line may hold a progress bar, or ^C
+            start = "\n" if os.isatty(_STDERR) else ""  # new line: a progress bar or ^C may be here
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())

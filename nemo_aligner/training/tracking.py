@@ -40,7 +40,7 @@ def _open_wandb(
     from lightning.pytorch.loggers import WandbLogger
 
     class OneRunLogger(WandbLogger):
-        """Ends the W&B run when the training run ends, even if training failed.
+        """A W&B logger of Lightning that ends the W&B run when training ends or fails.
 
         Otherwise the next training run in the same process would log to the same W&B run.
         """
@@ -64,7 +64,7 @@ def _open_mlflow(
     has_server = {"tracking_uri", "save_dir"} & {*options} or "MLFLOW_TRACKING_URI" in os.environ
     if not has_server:
         path = folder.resolve()
-        # Use SQLite, because MLflow 3 cannot log to plain files any more.
+        # SQLite, because MLflow 3 can no longer log to plain files.
         arguments["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
         arguments["artifact_location"] = (path / "mlflow_artifacts").as_uri()
     arguments.update(options)
@@ -135,7 +135,8 @@ def _open_service(name: str, *arguments: Any) -> tuple[Any, str]:
     """
     try:
         return _SERVICES[name](*arguments)
-    # The services' packages raise all kinds of errors, also for an unknown argument of the user.
+    # Catch every exception: the services' packages raise all kinds, also for a wrong argument of
+    # the user.
     except Exception as error:
         raise ConfigError(
             f"exp_manager.create_{name}_logger: got true, but the run cannot be logged there "
@@ -177,7 +178,8 @@ def _read_ids(path: Path) -> dict[str, str]:
         ) from error
 
 
-# Writing and reading ``metrics.jsonl`` in the folder of a run: a JSON object per line.
+# The code below writes and reads ``metrics.jsonl`` in the folder of a run, which has a JSON object
+# per line.
 
 
 class MetricsFile:
@@ -227,7 +229,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics; None if it is damaged."""
+    """Parse a line of metrics; None if it is damaged, e.g. cut off when a run was killed."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -245,6 +247,6 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 
 def _finite(value: float) -> float | None:
-    """Return ``value`` as a float, or None if it is NaN or infinite, for which JSON has no form."""
+    """Return ``value`` as a float; None if it is NaN or infinite, which JSON cannot represent."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -49,7 +49,7 @@ _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in me
 
 
 class _LeftEarlyError(Exception):
-    """Raised on every rank to leave a validation early, because the run has to stop."""
+    """Raised on every rank to leave a validation early, because the run has to stop now."""
 
 
 class Logger(Protocol):
@@ -98,12 +98,12 @@ class SupervisedTrainer:
         device: torch.device | str,
         patience: EarlyStopping | None = None,
     ) -> None:
-        """Hold the parts of a run.
+        """Store the parts of a run.
 
         Args:
             start: the state to start from, which the learner has loaded: that of step 0, or that of
                 the checkpoint that is resumed.
-            patience: early stopping; None never ends the run early.
+            patience: the rule of early stopping; None if there is none.
         """
         self._learner = learner
         self._loop = config.trainer.rm
@@ -128,7 +128,8 @@ class SupervisedTrainer:
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
             due = self._loop.val_before_training
-        # If the checkpoint has metrics, its step was already validated before the run stopped.
+        # The checkpoint to resume has metrics only if its step was validated before the run
+        # stopped.
         self._owes_validation = due and not start.metrics
 
     def fit(self) -> Outcome:
@@ -143,8 +144,8 @@ class SupervisedTrainer:
                 stopping = self._run()
                 self._publish()
             except TrainingError as error:
-                # Publishing the checkpoint that is being written is collective. It is safe here,
-                # because a TrainingError is raised on every rank.
+                # Publish the checkpoint that is being written. This is collective, which is safe
+                # here, because a TrainingError is raised on every rank.
                 self._publish()
                 raise TrainingError(f"{error}; {self._describe_resume()}") from error
             finally:
@@ -163,15 +164,15 @@ class SupervisedTrainer:
 
     def _run(self) -> bool:
         """Run the loop; return True if a signal or the time limit stopped it."""
-        # A resumed run may already have a best checkpoint to show.
+        # Find the best checkpoint first: a resumed run may already have one to show.
         self._find_best()
         stopping = self._begin()
         while not self._is_over and not stopping:
             self._train()
             # Validate before saving, because checkpoints are ranked by the metrics in them. But if
             # the run has to stop, save without validating: a validation may take minutes, and the
-            # process may be killed within seconds. The checkpoint then has no metrics, and a
-            # resumed run validates it first.
+            # process may be killed within seconds. A resumed run then validates that checkpoint
+            # first.
             self._owes_validation = self._is_due(self._loop.val_check_interval)
             stopping = self._check_in()
             metrics: dict[str, float] = {}
@@ -208,7 +209,8 @@ class SupervisedTrainer:
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
-            # Without waiting, the GPU's time for the update would count for the next step.
+            # Wait for the GPU, so that the time of this step's update does not count for the next
+            # step.
             wait_for_device()
         self._step += 1
         if self._freed is not None:
@@ -230,7 +232,8 @@ class SupervisedTrainer:
         memory = describe_gpu_memory(current_device()) if is_first else None
         if memory is not None:
             self._progress.say(memory)
-        # A resumed run does not know the loss of step 1, with which divergence is detected.
+        # Only a new run can detect divergence, because a resumed one does not know the loss of step
+        # 1.
         warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:
             self._progress.say(warning)
@@ -265,9 +268,9 @@ class SupervisedTrainer:
         return metrics
 
     def _can_swap(self, metrics: Mapping[str, float]) -> bool:
-        """True if ``evaluate swapped=true`` works with the data, to which the leak tip refers.
+        """True if the tip to find leaks with ``evaluate swapped=true`` makes sense for the data.
 
-        It swaps the two replies of each pair, so it does not work with ratings.
+        That command swaps the two replies of each pair, so it does not work with ratings.
         """
         has_accuracy = any(name.endswith("/accuracy") for name in metrics)
         return has_accuracy and self._learner.data.train.kind is RecordKind.comparison
@@ -281,7 +284,8 @@ class SupervisedTrainer:
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Start to write a checkpoint of this step, which contains its validation metrics."""
-        # ``save`` would also publish the previous checkpoint, but not log how long it took.
+        # Publish here, because ``save`` would publish the previous checkpoint without logging how
+        # long it took.
         self._publish()
         self._progress.mention("saving")
         with self._timers.measure("save"):
@@ -302,11 +306,11 @@ class SupervisedTrainer:
         )
 
     def _find_best(self) -> None:
-        """Find the best checkpoint so far, and format it for the lines that show the steps."""
+        """Find the best checkpoint so far, and store its text for the lines that show the steps."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
-        """Wait until a checkpoint that is being written is complete, and publish it.
+        """Wait until the checkpoint that is being written is complete, and give it its final name.
 
         It does nothing if no checkpoint is being written.
         """
@@ -340,8 +344,8 @@ class SupervisedTrainer:
 
         If all ranks have finished writing a checkpoint, this also publishes it.
         """
-        # A signal or a slow disk may affect only one rank. But saving and publishing need all
-        # ranks, so one all-reduce makes them decide alike.
+        # A signal or a slow disk may affect only one rank, but saving and publishing need all
+        # ranks. One all-reduce makes them decide alike.
         checkpoints = self._checkpoints
         flags = (
             self._stop.reason is not None,
@@ -363,7 +367,7 @@ class SupervisedTrainer:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
 
 
-# Detecting that a run diverges or no longer improves.
+# The code below detects that a run diverges, or no longer improves.
 
 
 class DivergenceWatch:
@@ -371,7 +375,7 @@ class DivergenceWatch:
 
     Even if the learning rate is far too high, losses may stay finite, so that no check for NaN ends
     the run. Training is considered to diverge if each of the last ten losses exceeds three times
-    the loss of the first step. A few hard batches may do so, but not ten in a row.
+    the loss of the first step. A few hard batches may exceed it, but not ten in a row.
     """
 
     _STEPS, _FACTOR = 10, 3.0
@@ -392,7 +396,8 @@ class DivergenceWatch:
         self._recent_losses.append(loss)
         is_full = len(self._recent_losses) == self._STEPS
         limit = self._FACTOR * abs(self._first_loss)
-        # If no record of the first batch has a label, its loss is 0, and nothing can be compared.
+        # If no record of the first batch has a label, the first loss is 0, and there is nothing to
+        # compare with.
         if self._has_warned or not is_full or not limit or min(self._recent_losses) <= limit:
             return None
         self._has_warned = True

@@ -31,7 +31,7 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 def unwatched(done: int, total: int) -> None:
-    """Ignore the progress; a ``Watch`` for work whose progress nobody needs."""
+    """Do nothing: a ``Watch`` (progress callback) for work whose progress nobody needs."""
 
 
 def width() -> int:
@@ -55,8 +55,8 @@ def fit_row(name: str, text: object, column: int) -> str:
 
     ``text`` is wrapped to the width of the terminal; all its lines begin at ``column``.
     """
-    # NULs replace the name while the row is wrapped, because textwrap might break the line between
-    # the words of the name.
+    # Wrap the row with NULs in place of the name, because textwrap might break the line between the
+    # words of the name.
     start = name.ljust(column)
     row = _wrap_line("\0" * len(start) + str(text), " " * column)
     return start + row[len(start) :]
@@ -109,7 +109,7 @@ def unfold(text: str) -> list[str]:
 
 
 def show_number(value: float) -> str:
-    """Format a number with four significant digits, or with all digits of a longer integer part."""
+    """Format a number with four significant digits; digits before the point are never dropped."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -134,7 +134,7 @@ def show_bytes(count: float) -> str:
 def waiting_for(
     what: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
 ) -> Iterator[None]:
-    """Print now and then how long the block has taken so far, for work without known progress.
+    """Print now and then how long the ``with`` block has taken, for work of unknown progress.
 
     Args:
         what: the text of the line, such as "loading weights".
@@ -150,7 +150,7 @@ def waiting_for(
             pause = time.monotonic() - started_at
             report_line(f"{what} ({show_duration(pause)})")
 
-    # A daemon thread does not keep a process alive that ends with an error.
+    # A daemon thread, because it must not keep a process alive that ends with an error.
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():
         watcher.start()
@@ -169,7 +169,7 @@ class Progress:
         name: text in front of the bar.
         total: number of items.
         start: number of items that were done before, for example by an earlier run. They do not
-            count for the pace.
+            count for the estimate of the time left.
         now: a clock in seconds.
     """
 
@@ -188,7 +188,7 @@ class Progress:
         self._last_line = self._since
 
     def begin(self) -> None:
-        """Restart the clock from which the pace is computed.
+        """Restart the clock for the estimate of the time left.
 
         Call it if earlier work, such as loading, must not count.
         """
@@ -229,14 +229,14 @@ class Progress:
         return f"{show_duration(self.seconds_left(done))} left"
 
     def seconds_left(self, done: int) -> float:
-        """Estimate the seconds left from the pace so far."""
+        """Estimate the seconds left from the mean time per item so far."""
         per_item = (self._now() - self._since) / (done - self._start)
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
         """True if the last log line is at least ten seconds old.
 
-        If it is, the next ten seconds start now, because the caller prints a line.
+        If it is true, the caller prints a line, so the next ten seconds start now.
         """
         now = self._now()
         if now - self._last_line < LINE_SECONDS:
@@ -245,7 +245,7 @@ class Progress:
         return True
 
     def say(self, text: str) -> None:
-        """Print ``text`` above the bar, or as usual if there is no bar."""
+        """Print ``text`` above the progress bar, or by ``say`` if there is no bar."""
         if self._bar is None:
             say(text)
         else:

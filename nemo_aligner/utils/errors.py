@@ -64,7 +64,7 @@ def first_line(error: BaseException) -> str:
 def one_line(text: object) -> str:
     """Join the lines of a text, and cut it to the length that a message may quote.
 
-    It is for messages of other programs, which may have many lines.
+    It is for quoting messages of other programs, which may have many lines.
     """
     return writable(" ".join(str(text).split())[:_MAX_LINE_LENGTH])
 
@@ -73,17 +73,17 @@ def shown(value: object) -> str:
     """Return the ``repr`` of a value for an error message, cut to a limited length."""
     try:
         return short(repr(value))
-    # ``repr`` raises for an int of 5,000 digits, and for deep nesting.
+    # ``repr`` raises for an int of 5,000 digits, and for a value that is nested too deeply.
     except (ValueError, RecursionError):
         return type(value).__name__
 
 
 def short(text: object) -> str:
-    """Cut a text for an error message to a limited length."""
+    """Cut a text for an error message to the length that a message may quote."""
     text = str(text)
     return writable(text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}...")
 
 
 def writable(text: str) -> str:
-    """Escape lone surrogates in a text, because UTF-8 cannot encode them."""
+    """Escape lone surrogates (invalid Unicode) in a text, because UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()

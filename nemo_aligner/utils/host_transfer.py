@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-# Copying to the device, without waiting for the work that is queued there.
+# The first part copies to the device, without waiting for the work that is queued there.
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
@@ -36,7 +36,7 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
 def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Copy several tensors to ``device``.
 
-    To a GPU they travel in one copy. The results are views of one buffer.
+    For a GPU, it makes a single copy of one buffer, and the results are views of that buffer.
     """
     if torch.device(device).type != "cuda" or not all(host.is_cpu for host in hosts):
         return [to_device(host, device) for host in hosts]
@@ -46,13 +46,12 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
     return pieces_of(memory.to(device, non_blocking=True), hosts)
 
 
-# Copying to the host, on a second stream next to the kernels.
-#
-# So a save overlaps with training: the next step computes up to its optimizer update while weights
-# and moments are copied. Three rules make this safe. First, a copy starts after its source is
-# computed, because the copy stream waits for the kernels' stream. Second, a reader of the copy
-# waits for it, by the function that ``start_host_copies`` returns. Third, the optimizer's update,
-# which alone overwrites the sources, calls ``wait_for_host_copies`` before.
+# The second part copies to the host on a second CUDA stream, while kernels run.  So saving a
+# checkpoint overlaps with training: the next step runs up to its optimizer update while weights and
+# moments are copied. Three rules make this safe. First, a copy starts after its source is computed,
+# because the copy stream waits for the kernels' stream. Second, a reader of the copy waits for it,
+# by the function that ``start_host_copies`` returns. Third, the optimizer's update, which alone
+# overwrites the sources, first calls ``wait_for_host_copies``.
 
 Wait = Callable[[], None]
 
@@ -76,11 +75,11 @@ def start_host_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
         for host, source in copies:
             host.copy_(source, non_blocking=True)
             if source.is_cuda:
-                # If the source is freed now, the allocator must not reuse its memory before the
-                # copy is complete.
+                # record_stream: if the source is freed now, the allocator must not reuse its memory
+                # before the copy is complete.
                 source.record_stream(copy_stream)
-    # With blocking=True a waiting thread sleeps, so that its core is free for a thread that
-    # launches kernels.
+    # blocking=True: a waiting thread sleeps, so that its core is free for a thread that launches
+    # kernels.
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(copy_stream)
     return arrived.synchronize
@@ -132,7 +131,8 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
         try:
             return copied.query()
         except RuntimeError:
-            # The GPU has failed. ``wait`` will raise the same error, so let the caller call it.
+            # The query raised because the GPU has failed. Return True, so that the caller calls
+            # ``wait``, which raises the same error.
             return True
 
     def wait() -> Tensor:
@@ -163,13 +163,14 @@ def _get_copy_stream() -> torch.cuda.Stream | None:
 
 
 def _do_nothing() -> None:
-    """Return at once.
+    """Return at once: the wait function for copies that are already complete.
 
-    ``start_host_copies`` returns it without a GPU, because the copies are complete already.
+    Without a GPU, ``start_host_copies`` makes its copies at once, and returns this function.
     """
 
 
-# Page-locked host memory, which a GPU can read and write while its kernels run.
+# The third part allocates page-locked host memory, which a GPU can read and write while its kernels
+# run.
 
 _ALIGNMENT = 64
 
@@ -190,7 +191,7 @@ def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def room_for(like: Sequence[Tensor]) -> int:
-    """Return how many bytes ``pieces_of`` needs for views like the tensors ``like``."""
+    """Return how many bytes ``pieces_of`` needs to make views for the tensors ``like``."""
     return sum(map(_aligned_bytes, like))
 
 
@@ -212,7 +213,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory from the system that calls ``unlock`` before it is returned to the system.
+    """Memory mapped from the system; it calls ``unlock`` before it is unmapped.
 
     CUDA must unlock pages before they are unmapped. ``weakref.finalize`` would do so too late,
     because mmap unmaps its memory before it notifies weak references.
@@ -236,6 +237,6 @@ def _allocate_page_locked(num_bytes: int) -> Tensor:
             f"CUDA error {code}: {num_bytes / 2**30:.1f} GiB of host memory could not be "
             "page-locked; check ulimit -l and the free memory"
         )
-    # The tensor keeps ``pages`` alive, so they are unlocked when the last view of it is freed.
+    # The tensor keeps ``pages`` alive. When its last view is freed, ``pages`` unlocks the memory.
     pages.unlock = partial(runtime.cudaHostUnregister, address)
     return memory

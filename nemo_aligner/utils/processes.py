@@ -22,10 +22,10 @@ from pathlib import Path
 import nemo_aligner
 from nemo_aligner.utils.errors import ConfigError, PeerError
 
-# Which rank this process is, and which rank reports an error.
+# The first part: which rank this process is, and which rank reports an error.
 
-# Seconds that a rank waits for the launcher to end it, so that another rank's message is printed
-# first.
+# Seconds that a rank with an error waits to be ended by the launcher, so that another rank's
+# message is printed first.
 HOLD_BACK_S = 5.0
 _DEFAULT_PORT = 29400
 _SPEAKER = "speaker"
@@ -80,11 +80,11 @@ def is_first_rank() -> bool:
     try:
         return find_process(os.environ).rank == 0
     except ConfigError:
-        return True  # the rank is unknown, so let every rank report errors
+        return True  # the rank is unknown: let all ranks report errors
 
 
 def settle(error: BaseException, speaker: str) -> None:
-    """Record in ``error`` that the ranks have agreed that this rank reports it.
+    """Record in ``error`` that this rank is the one that reports it, as the ranks have agreed.
 
     Args:
         speaker: prefix of the message, such as ``rank 3: ``.
@@ -116,7 +116,7 @@ def report(error: Exception, describe: Callable[[Exception], str] = describe_err
 
 
 def leave_together(code: int) -> int:
-    """Return the exit code of this rank, so that the launcher reports ``code`` for the run.
+    """Return the code with which this rank must exit, so that the launcher reports ``code``.
 
     Only rank 0 exits with ``code``; the others exit with 0, and rank 0 waits for them. If several
     ranks exited with ``code``, the launcher would kill the rest after the first, and could report
@@ -131,10 +131,9 @@ def leave_together(code: int) -> int:
 def _wait_as_speaker() -> str:
     """Wait until this rank may report an error, and return the prefix of its message.
 
-    It is for errors on which the ranks have not agreed which rank reports them.
-
-    Such errors occur before the process group exists. Most likely all ranks have the same error, so
-    all but rank 0 first wait for the launcher to end them.
+    It is for errors for which the ranks have not agreed which rank reports them. Such errors occur
+    before the process group exists. Most likely all ranks have the same error, so all but rank 0
+    first wait for the launcher to end them.
     """
     if is_first_rank():
         return ""
@@ -177,7 +176,7 @@ def _process_from_torchrun(env: Mapping[str, str]) -> Process:
 
 def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
-    # The port depends on the job, so that two jobs on the same node use different ports.
+    # The port depends on the job's id, so that two jobs on the same node use different ports.
     port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
     return Process(
         rank=_read_int(env, "SLURM_PROCID"),
@@ -224,7 +223,7 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-# ``nemo-aligner`` commands: formatting them for messages, and starting them.
+# The second part formats ``nemo-aligner`` commands for messages, and starts them.
 
 _WIDTH = 78
 
@@ -239,7 +238,7 @@ def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
     """
     fields: list[str] = []
     for argument in map(shlex.quote, arguments):
-        # An option and its value share a line.
+        # Put an option and its value on the same line.
         if fields and fields[-1].startswith("--") and " " not in fields[-1]:
             fields[-1] += f" {argument}"
         else:
@@ -251,7 +250,7 @@ def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
 
 
 def verb_command(verb: str, *arguments: str) -> list[str]:
-    """Return the command line, for ``subprocess``, of ``nemo-aligner VERB`` with this Python."""
+    """Return the arguments for ``subprocess`` that run ``nemo-aligner VERB`` with this Python."""
     return [sys.executable, "-m", "nemo_aligner", *verb.split(), *arguments]
 
 
@@ -262,11 +261,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-# Temporary folders that are removed when their process ends, even if it is killed.
+# The third part makes temporary folders that are removed when their process ends, even if it is
+# killed.
 
 # A shell script that removes the folder when its stdin ends. Its stdin is a pipe that this process
 # holds open until it ends, even by SIGKILL. The script ignores the signals that a terminal, a
-# launcher or Slurm sends to all processes.
+# launcher or Slurm sends to all processes, so that it outlives this process.
 _REMOVER = 'trap "" INT TERM HUP QUIT; read -r _; rm -rf -- "$0"'
 _REMOVERS: dict[Path, subprocess.Popen[bytes]] = {}
 
@@ -293,7 +293,7 @@ def make_temporary(prefix: str, parent: Path | None = None) -> Path:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove a folder that ``make_temporary`` has made; any other folder is left alone."""
+    """Remove a folder that ``make_temporary`` has made; do nothing for any other folder."""
     remover = _REMOVERS.pop(folder, None)
     if remover is not None:
         shutil.rmtree(folder, ignore_errors=True)

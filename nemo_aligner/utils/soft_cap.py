@@ -16,7 +16,7 @@ def soft_capped_attention(
 ) -> Tensor:
     """Compute attention of ``query [1, heads, n, c]`` to ``key`` and ``value [1, groups, m, c]``.
 
-    It materialises all ``heads * n * m`` scores, in fp32 or a wider dtype.
+    It needs memory for all ``heads * n * m`` scores, in fp32 or a wider dtype.
 
     Args:
         mask: ``[n, m]`` bool, True where a query may attend to a key.
@@ -27,7 +27,8 @@ def soft_capped_attention(
         ``[1, heads, n, c]`` in the dtype of ``value``.
     """
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    # The heads of a group are adjacent, so keys broadcast over them without a copy.
+    # The query heads of a group are adjacent, so the group's keys broadcast over them without a
+    # copy.
     grouped = query.unflatten(1, (key.size(1), -1))
     scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale

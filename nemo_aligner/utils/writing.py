@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
-# Parts of error messages that mean a full disk. torch's zip writer raises the texts in _CUT_OFF and
-# hides the system's error. safetensors quotes the system's error, which is the text in _FULL.
+# Parts of error messages that mean a full disk. torch's zip writer hides the system's error, and
+# raises one of the texts in _CUT_OFF. safetensors quotes the system's error, which is the text in
+# _FULL.
 _CUT_OFF = ("unexpected pos", "PytorchStreamWriter failed", "iostream error")
 _FULL = ("No space left on device",)
 
@@ -47,7 +48,7 @@ def write_problem(path: Path, error: BaseException) -> str:
 
 @contextmanager
 def explaining_full_disk(output: Path) -> Iterator[None]:
-    """Turn the OSError of a full disk into a CheckpointError that names the file.
+    """Turn the OSError of a full disk in the block into a CheckpointError that names the file.
 
     Args:
         output: the file or folder that the block writes. The message names it if the OSError does
@@ -77,7 +78,7 @@ def write_whole(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()  # so that the target of a symbolic link is replaced, not the link
+    target = path.resolve()  # resolve: replace the target of a symbolic link, not the link
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_bytes(content)

@@ -150,7 +150,7 @@ def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
 def test_critic_refuses_a_rollout_that_is_unfit_before_it_reaches_a_rank() -> None:
     bad, wide = FailureKind.bad_request, np.ones((2, 3), dtype=np.float32)
     unfit: dict[str, tuple[FailureKind, dict[str, np.ndarray]]] = {
-        "got no inputs, wanted tokens, returns, prev_values, mask": (bad, {}),
+        "critic_train: got no inputs, wanted tokens, returns, prev_values, mask": (bad, {}),
         "mask: got shape [2, 3], wanted [2, 2]": (bad, {**ROLLOUT, "mask": wide}),
         "tokens, row 0: got token id 5000, wanted 0 to 999": (
             bad,

@@ -236,7 +236,7 @@ def test_model_file_gets_errors_for_the_model_that_is_bound_so() -> None:
 def test_pytriton_of_another_version_is_refused() -> None:
     server = FakeTriton(MODEL_FILE.replace(b"_wrap_response", b"renamed"))
     bind_with_errors(server, model_name="with errors")
-    with pytest.raises(ServingError, match=r"model\.py is not that of version 0\.7"):
+    with pytest.raises(ServingError, match=r"model\.py differs from that of version 0\.7"):
         server.models()[0].get_proxy_model_files()
 
 

@@ -2,8 +2,8 @@
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
-programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, archives and
-folders.
+programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, whether it is
+an archive or a folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
-# Opening an archive, which is unpacked once per host and checked before anything in it is used.
+# The first part opens an archive, which is unpacked once per host and checked before anything in it
+# is used.
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def open_nemo(
     try:
         yield open_folder(root) if prepared is None else prepared[1]
     except BaseException:
-        if not has_peers:  # other ranks may still be reading the folder
+        if not has_peers:  # else other ranks may still be reading
             _remove_unpacked(root, path)
         raise
     if has_peers:
@@ -93,7 +94,7 @@ def open_nemo(
     _remove_unpacked(root, path)
 
 
-# Result of ``_prepare``: the folder with the unpacked files, and the checkpoint opened in it.
+# Result of ``_prepare``: the folder with the files, and the checkpoint that was opened in it.
 _Prepared: TypeAlias = tuple[Path, NemoFolder]
 
 
@@ -118,7 +119,8 @@ def _prepare(
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # Check for a GGUF file first. Otherwise it would be reported as an unreadable tar archive.
+    # Check for a GGUF file before unpacking. Otherwise the error would call it an unreadable tar
+    # archive.
     if path.is_file():
         refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, is_needed)
@@ -137,7 +139,7 @@ def _prepare(
 
 
 def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
-    """Call ``prepare`` on one rank of each host.
+    """Call ``prepare``, which unpacks an archive, on one rank of each host; collective.
 
     Returns:
         Two values: what ``prepare`` returned, or None on ranks that did not call it; and on every
@@ -157,7 +159,8 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
             local = prepare()
         except CheckpointError as error:
             local_problem = str(error)
-    # A failure on any host is raised on every rank, so that none waits in the next collective.
+    # Raise a failure of any host on every rank, so that no rank waits forever in the next
+    # collective.
     outcomes: list[Any] = gather_objects((None if local is None else local[0], local_problem))
     for _, problem in outcomes:
         if problem is not None:
@@ -167,21 +170,21 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     return local, Path(outcomes[preparing_rank][0])
 
 
-# Unpacking an archive, with limits against malicious files.
+# The code below unpacks an archive, with limits against malicious files.
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
-_MAX_RATIO = 20  # weights hardly compress, so a higher ratio means a decompression bomb
+_MAX_RATIO = 20  # weights hardly compress: a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # bytes of the disk that stay free, or half of the free space if that is less
+_SPARE_BYTES = 2**28  # bytes that stay free on the disk, or half of the free space if less
 _BLOCK = 2**20
-# Errors of tarfile for a damaged archive. RecursionError is one, because tarfile reads nested
-# headers by calling itself.
+# Errors that tarfile raises for a damaged archive. RecursionError: tarfile reads nested headers by
+# calling itself.
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
-_MAX_FOLDER_DEPTH = 64  # the archive of a distributed checkpoint has 4 levels of folders
+_MAX_FOLDER_DEPTH = 64  # even an archive of a distributed checkpoint has only 4 levels of folders
 
 
 def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
@@ -213,7 +216,10 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
 
 
 def no_such_archive(source: str | Path) -> str:
-    """Return the error text for a missing archive, with a hint if it is named like a hub model."""
+    """Return the error text for a missing archive.
+
+    It has a hint if the name looks like a hub model.
+    """
     path = Path(source)
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
@@ -251,14 +257,16 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """Tell if the folder has checksums; if so, they were compared when it was opened."""
+    """Tell if the folder has a file of checksums, which were then compared when it was opened."""
     return (root / CHECKSUMS_NAME).is_file()
 
 
 def _compare_checksums(
     sums: dict[str, str], root: Path, source: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> None:
-    """Raise CheckpointError if a file's sha256 differs from ``checksums.json``, if there is one.
+    """Raise CheckpointError if a file's sha256 differs from ``checksums.json``.
+
+    If there is no ``checksums.json``, nothing is compared.
 
     Args:
         sums: sha256 of each unpacked file, by its name in the archive.
@@ -282,7 +290,7 @@ def _compare_checksums(
 class _BoundedFile:
     """File for ``tarfile`` that raises past ``limit`` bytes, and for headers of more than 16 MiB.
 
-    tarfile reads long names and extended headers into memory at once, whatever size they claim.
+    tarfile itself reads a header with a long name into memory at once, whatever size it claims.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -382,8 +390,8 @@ def _extract(
             raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
         if not is_needed(name):
             continue
-        # Never more bytes are written than the header claims, so this check keeps the disk from
-        # filling up.
+        # Checking the size in the header keeps the disk from filling up: no more bytes than that
+        # are written.
         budget -= member.size
         if budget < 0:
             raise CheckpointError(
@@ -402,7 +410,7 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
 
     tarfile's own filter does the same, but Python 3.11.2 does not have it yet.
     """
-    # A link is rejected like any other special file, because NeMo archives contain no links.
+    # Links are rejected like other special files, because NeMo archives contain none.
     if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
@@ -427,7 +435,7 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
     assert source is not None, "a regular file has content"
     digest = hashlib.sha256()
     left = member.size
-    # "x" fails if the file exists, so nothing is written to the target of a link.
+    # Mode "x" fails if the file exists, so a link at the target cannot redirect the write.
     with source, target.open("xb") as file:
         while block := source.read(min(left, _BLOCK)):
             digest.update(block)
@@ -440,7 +448,7 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
     return digest.hexdigest()
 
 
-# Writing an archive.
+# The code below writes an archive.
 
 
 @contextmanager
@@ -497,14 +505,14 @@ def write_nemo(
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                # The fingerprint precedes the weights, so that ``read_members`` finds it without
+                # Put the fingerprint before the weights, so that ``read_members`` finds it without
                 # reading past them.
                 if fingerprint is not None:
                     archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
-                # The checksums come last, because a tar is written in one pass, and only now they
-                # are complete.
+                # Put the checksums last: a tar is written in one pass, and they are complete only
+                # now.
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
@@ -517,7 +525,7 @@ def write_nemo(
 
 
 class _SummingTar(tarfile.TarFile):
-    """Tar writer that records the sha256 of each member by name."""
+    """Tar writer that computes the sha256 of each member, for ``checksums.json``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -525,7 +533,7 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # readers reject a larger member
+        if len(data) > MAX_TEXT_BYTES:  # a reader would reject the member
             raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)
@@ -554,7 +562,7 @@ class _HashingFile:
 
 
 def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Filter for ``TarFile.add`` that removes the names and ids of the file's owner."""
+    """Filter for ``TarFile.add`` that removes the private names and ids of a file's owner."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

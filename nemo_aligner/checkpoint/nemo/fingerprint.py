@@ -38,7 +38,7 @@ _FINGERPRINT = re.compile(f"[0-9a-f]{{{_CHARACTERS}}}")
 
 
 def build_fingerprint(sums: WeightSums, config: Mapping[str, Any]) -> str:
-    """Compute a model's fingerprint from the sums of its weights and from its settings."""
+    """Compute a model's fingerprint from the checksums of its weights and from its settings."""
     shape = ModelShape.from_config(config)
     longrope = None if shape.longrope is None else asdict(shape.longrope)
     return _hash_as_json({"weights": sums, "shape": shape.as_fingerprint(), "longrope": longrope})
@@ -57,7 +57,7 @@ def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
 def read_fingerprint(source: str | Path) -> str | None:
     """Read the fingerprint of a ``.nemo`` file, or of the folder it unpacks to.
 
-    Only the headers of the archive's members up to the fingerprint are read, and no weights.
+    It reads only the beginning of the archive, up to the fingerprint, and no weights.
 
     Returns:
         The fingerprint; None if the archive has neither a fingerprint nor checksums.
@@ -74,7 +74,10 @@ def read_fingerprint(source: str | Path) -> str | None:
 
 
 def fingerprint_of(folder: NemoFolder) -> str | None:
-    """Read the fingerprint of an archive that is open; see ``read_fingerprint``."""
+    """Read the fingerprint of an archive that is already open.
+
+    None if it has neither a fingerprint nor checksums.
+    """
     return _read_from_folder(folder.root, folder.source)
 
 
@@ -114,7 +117,7 @@ def check_expected_fingerprint(
 
     Args:
         key: the setting that holds the expected fingerprint.
-        source: name of the model in the error.
+        source: name of the model, for the error.
 
     Raises:
         ConfigError: the fingerprints differ; the message has both.

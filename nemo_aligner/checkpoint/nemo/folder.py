@@ -36,7 +36,8 @@ TOKENIZER_NAME = "tokenizer"
 CONTRACT_NAME = "scoring_contract.json"
 FINGERPRINT_NAME = "model_fingerprint.json"
 _LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
-# NeMo's defaults for missing keys. Archives of this package always have these keys.
+# Values that NeMo uses for keys that its file omits. Archives of this package have all of these
+# keys.
 _NEMO_DEFAULTS = {
     "normalization": "layernorm",
     "activation": "gelu",
@@ -44,7 +45,7 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Keys that may hold the vocabulary's size, the preferred one first; padded_vocab_size is
+# Keys that may hold the vocabulary's size; the first one that is set counts. padded_vocab_size is
 # Megatron-LM's. If no key is set, the tokenizer's size is used.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -59,7 +60,7 @@ class NemoFolder:
 
     Attributes:
         root: the folder.
-        source: name of the checkpoint in errors; ``root`` may be a temporary folder.
+        source: name of the checkpoint for errors, because ``root`` may be a temporary folder.
         replacement_tokenizer: folder of a tokenizer to use instead of the checkpoint's, which may
             be missing or of an unsupported kind.
         replacement_config: file with settings to use instead of the checkpoint's.
@@ -77,7 +78,7 @@ class NemoFolder:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The checkpoint's settings by NeMo 1's keys, without the defaults that ``config`` adds."""
+        """The checkpoint's settings by NeMo 1's keys, before ``config`` adds the default values."""
         replacement = self.replacement_config
         if replacement is None:
             config, location = self._read_config(), f"{self.source}: {CONFIG_NAME}"
@@ -116,17 +117,17 @@ class NemoFolder:
 
     @property
     def vocab_size_source(self) -> str:
-        """Says whether a setting or the tokenizer defines the size of the vocabulary."""
+        """What sets the vocabulary's size, for errors: "by vocab_size", or "by its tokenizer"."""
         return self._vocabulary[1]
 
     @property
     def weights(self) -> Path:
-        """Folder of the distributed checkpoint."""
+        """Folder of the distributed checkpoint; CheckpointError if there is none."""
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
-        # Old formats get an error of their own, because "no such folder" would suggest a damaged
-        # archive.
+        # Raise a specific error for weights in an old format; "no such folder" would suggest a
+        # damaged archive.
         for pattern in _LEGACY_WEIGHTS:
             for legacy_file in self.root.glob(pattern):
                 raise CheckpointError(
@@ -138,7 +139,7 @@ class NemoFolder:
 
     @cached_property
     def store(self) -> TensorStore:
-        """The stored tensors; their index is read once."""
+        """The stored tensors of the checkpoint; reads their index at the first access."""
         store = open_weights(self.weights)
         store.source = self.source
         return store
@@ -154,17 +155,18 @@ class NemoFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """Folder of the tokenizer."""
+        """Folder of the tokenizer; CheckpointError if there is none."""
         return self.replacement_tokenizer or self._find_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer.
 
-        With a scoring contract the files are used unchanged, because the contract has their
-        fingerprint; without one they are read as transformers reads them.
+        If there is a scoring contract, the tokenizer's files are used unchanged, because the
+        contract has their fingerprint. Otherwise the tokenizer is loaded as transformers would load
+        it.
         """
         path = self.tokenizer
-        # Errors name the checkpoint, because the folder of the tokenizer may be a temporary one.
+        # Errors name the checkpoint, because the tokenizer's folder may be a temporary one.
         load = load_hf_tokenizer if self.contract is None else load_tokenizer
         return load(path, f"{self.source}: {path.name}")
 
@@ -194,7 +196,8 @@ class NemoFolder:
         return self._find_folder(TOKENIZER_NAME)
 
     def _find_folder(self, name: str) -> Path:
-        # The name comes from the archive. It must not lead out of the archive, like nemo:../../etc.
+        # The name comes from the untrusted archive, so it must not lead out of it, like
+        # nemo:../../etc.
         path = (self.root / name).resolve()
         if path.is_relative_to(self.root.resolve()) and path.is_dir():
             return path
@@ -206,7 +209,7 @@ class NemoFolder:
         """Return the first of ``folders`` that has a tokenizer.
 
         Args:
-            usual: where a tokenizer normally is, for the error.
+            usual: the place where a tokenizer normally is, for the error.
         """
         for folder in folders:
             if (folder / "tokenizer.json").is_file():
@@ -286,7 +289,7 @@ class MegatronFolder(NemoFolder):
 def _as_plain(value: Any) -> Any:
     """Return a plain setting unchanged, and any other object, such as a tensor, as a string.
 
-    No setting has such a string as a valid value, so later checks reject it.
+    No setting accepts such a string, so later checks reject it with an error.
     """
     parts = value if type(value) in (list, tuple) else (value,)
     return value if all(type(part) in _PLAIN for part in parts) else shown(value)
@@ -317,8 +320,8 @@ def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Return the class that reads a checkpoint's format, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Check for a training run of this package before Megatron's format, because a run also has
-    # torch_dist files.
+    # Check for a training run of this package first: it also has torch_dist files, so it would look
+    # like a checkpoint of Megatron.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
@@ -368,8 +371,7 @@ def _read_tracker(root: Path) -> str:
     return step if step == "release" else f"iter_{int(step):07d}"
 
 
-# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to NeMo 1's keys.
-#
+# The code below translates settings of NeMo 2, Megatron-Bridge and Megatron-LM to NeMo 1's keys.
 # The sources are NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml that
 # Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
 # core_transformer_config_from_args.
@@ -410,17 +412,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
 }
-# Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
-# (MoE) model and of linear attention have other shapes in Megatron's checkpoints.
+# Settings that are supported only in archives of this package, because Megatron's checkpoints store
+# the tensors of mixture-of-experts (MoE) models and of linear attention in other shapes.
 _SUPPORTED_IN_ARCHIVES = (
     "num_moe_experts",
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
 )
-# Gemma 2's settings. NeMo applies the window in the layers in which Google's model has none, so
-# Gemma 2 is not supported. final_logit_softcapping is not listed, because it changes no hidden
-# state.
+# Gemma 2's settings, with the values that switch them off. NeMo applies the sliding window in the
+# layers in which Google's model has none, so Gemma 2 is not supported. final_logit_softcapping is
+# not listed, because it changes no hidden state.
 _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
@@ -449,7 +451,7 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel`` to NeMo 1's keys.
 
     If a field's value is a class or a function, the YAML has a mapping with its dotted name under
-    ``_target_``. Only the last part of that name is looked at.
+    ``_target_``, of which only the last part is used, e.g. ``silu``.
 
     Args:
         location: file and section of the settings, for errors.
@@ -462,13 +464,13 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     gated = bool(model.get("gated_linear_unit"))
     function = _last_name(model.get("activation_func"))
     config = {
-        "position_embedding_type": "learned_absolute",  # GPTModel's default if the key is missing
+        "position_embedding_type": "learned_absolute",  # GPTModel's default, if the key is missing
         **{key: model[key] for key in _SAME_NAMES if model.get(key) is not None},
         "encoder_seq_length": model.get("seq_length"),
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
         "normalization": _translate(_NORMS, model.get("normalization"), "normalization", location),
         "activation": _translate(_ACTIVATIONS, (gated, function), "activation_func", location),
-        # megatron-core's defaults for missing keys.
+        # If a key is missing, use megatron-core's default.
         "bias": bool(model.get("add_bias_linear", True)),
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
@@ -497,7 +499,8 @@ def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
     model["activation_func"] = "silu" if arguments.get("swiglu") else "gelu"
     if arguments.get("squared_relu"):
         model["activation_func"] = "squared_relu"
-    # --num-query-groups, 1 by default, has an effect only together with --group-query-attention.
+    # Ignore --num-query-groups (default 1) unless --group-query-attention is set, as Megatron-LM
+    # does.
     if not arguments.get("group_query_attention"):
         model["num_query_groups"] = None
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
@@ -541,14 +544,17 @@ def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, locati
 
 
 def _last_name(value: Any) -> Any:
-    """Return the last part of a dotted name, or of a mapping's ``_target_``, such as ``silu``."""
+    """Return the last part of a dotted name: ``silu`` of ``torch.nn.functional.silu``.
+
+    If ``value`` is a mapping, its ``_target_`` has the name.
+    """
     if isinstance(value, Mapping):
         value = value.get("_target_")
     return value.rpartition(".")[2] if isinstance(value, str) else value
 
 
 def _translate(names: Mapping[Any, str], value: Any, key: str, location: str) -> str:
-    """Look up NeMo's name for megatron-core's value of the setting ``key``.
+    """Translate megatron-core's value of the setting ``key`` to NeMo's name for it.
 
     Raises:
         CheckpointError: ``names`` does not have the value.
@@ -577,9 +583,9 @@ def _translate_rope(model: Config) -> dict[str, Any]:
 
 
 def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
-    """Return the settings that follow from Gemma's class in NeMo 2 and Megatron-Bridge.
+    """Return the settings that the class of a Gemma model in NeMo 2 or Megatron-Bridge implies.
 
-    Neither has a field for these settings, which the name of the model's class implies.
+    These formats have no fields for the settings. The result is empty for other models.
     """
     class_name = str(_last_name(model.get("_target_")) or "")
     if "Gemma" not in class_name:

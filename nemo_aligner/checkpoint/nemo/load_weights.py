@@ -66,7 +66,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
 
     A surplus weight, such as a bias, means that the checkpoint holds another kind of model.
     """
-    folder.store.check_data(read=False)  # finds missing files and shards
+    folder.store.check_data(read=False)  # check_data finds missing files and shards
     stored, outside, inside = folder.tensors, model_tensors(shape), Shapes()
     if shape.is_uniform:
         inside = layer_tensors(shape)
@@ -95,7 +95,8 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     expected = {LAYERS + number + name for number in numbers for name in inside}
-    # All tensor names that a head may have. ``reward_model`` checks which of them this head needs.
+    # All names that the tensors of a head may have. ``reward_model`` checks which of them this head
+    # needs.
     head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
     unknown = sorted(stored.keys() - expected - outside.keys() - head)
     if unknown:
@@ -123,7 +124,7 @@ def _find_in_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, .
 
 
 def is_per_layer(stored: StoredTensors) -> bool:
-    """Tell if each layer's tensors have names of their own; otherwise a tensor stacks all layers.
+    """Tell if each layer's tensors have separate names; otherwise a tensor stacks all layers.
 
     The first axis of such a stack is the number of layers.
     """
@@ -170,7 +171,7 @@ def _read_unsharded(folder: NemoFolder, name: str) -> Tensor:
     return folder.store.load(request)[key]
 
 
-# Lazy reading, for conversions.
+# The code below reads tensors lazily, for conversions.
 
 
 def lazy_decoder(
@@ -180,8 +181,8 @@ def lazy_decoder(
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer. If layers differ in shape, every tensor has a stored name of its
-        own, and all are in the first mapping.
+        one tensor of each layer. If layers differ in shape, their tensors cannot be stacked; each
+        then has a separate stored name, and all are in the first mapping.
     """
     stored, store = folder.tensors, folder.store
     lora = shape.lora
@@ -231,5 +232,5 @@ def lazy_tensor(folder: NemoFolder, name: str, layer: int | None = None) -> Lazy
 
 
 def as_lazy_tensor(tensor: Tensor) -> LazyTensor:
-    """Wrap a tensor that is in memory, because conversions write only lazy tensors."""
+    """Wrap a tensor that is in memory as a ``LazyTensor``, the form that conversions write."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

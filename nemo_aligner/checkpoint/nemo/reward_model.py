@@ -67,13 +67,13 @@ _OR_NEW_HEAD = ". To train a new head instead, set pretrained_checkpoint.new_hea
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model to train.
+    """A model that was loaded for training.
 
     Attributes:
         model: the backbone and, if the archive has a head, the head from the archive.
         config: settings of the model by the keys of ``model_config.yaml``.
         tokenizer: the archive's tokenizer.
-        head_is_new: whether the head is new, and not the archive's.
+        head_is_new: whether the head was drawn at random, instead of loaded from the archive.
     """
 
     model: GPTRewardModel
@@ -86,8 +86,7 @@ class PretrainedModel:
 class LoadedRewardModel:
     """A finished reward model with its scoring contract, tokenizer and settings.
 
-    ``fingerprint`` identifies the weights, see ``fingerprint.py``; it is None for an archive
-    without checksums.
+    ``fingerprint`` identifies the weights; it is None for an archive without checksums.
     """
 
     model: GPTRewardModel
@@ -101,8 +100,9 @@ class LoadedRewardModel:
 class CheckpointDescription:
     """Settings, tokenizer and scoring contract of a checkpoint, read without its weights.
 
-    A training run is prepared from this description, so a run with unfit settings or data ends
-    before the weights are unpacked. ``load_pretrained`` opens the checkpoint again for the weights.
+    A training run is prepared from this description, so settings or data that do not fit end the
+    run before the weights are unpacked. ``load_pretrained`` opens the checkpoint again for the
+    weights.
 
     Attributes:
         path: the archive or folder.
@@ -121,7 +121,7 @@ class CheckpointDescription:
         """Open the checkpoint at ``path``; collective.
 
         Raises:
-            CheckpointError: see ``open_nemo``; or the tokenizer or the contract cannot be read.
+            CheckpointError: the checkpoint, its tokenizer or its contract cannot be read.
         """
         with open_nemo(path, with_weights=False) as folder:
             tokenizer = folder.load_tokenizer()
@@ -135,7 +135,7 @@ class CheckpointDescription:
 
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
-    """Read an archive's tokenizer and its contract (None for a base model); collective."""
+    """Read an archive's tokenizer and scoring contract (None for a base model); collective."""
     base = CheckpointDescription.read(path)
     return base.tokenizer, base.contract
 
@@ -145,7 +145,7 @@ def check_expected_contract(
 ) -> None:
     """Raise ConfigError if an archive's contract hash is not ``expected``; loads no weights.
 
-    Collective if torch.distributed is initialised; before that each rank checks for itself. An
+    Collective if torch.distributed is initialised; otherwise each rank checks for itself. An
     archive without a contract passes here, and fails when it is loaded.
 
     Args:
@@ -154,7 +154,7 @@ def check_expected_contract(
         key: the setting that holds the expected hash.
 
     Raises:
-        ConfigError: see ``check_expected``.
+        ConfigError: the contract's hash is not the expected one.
     """
     contract = None if expected is None else read_text_rules(path)[1]
     if contract is not None:
@@ -181,12 +181,12 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
-    The arguments that are not listed are those of ``build_reward_model``.
+    ``build_reward_model`` explains the other arguments.
 
     Args:
         new_head: train a new head, and ignore the archive's.
-        head: settings of the head; None, or default settings, keep the archive's layers.
-        lora: train LoRA adapters, the archive's or new ones; None folds the archive's adapters.
+        head: settings of the reward head; None or defaults keep the layers of the archive's head.
+        lora: the LoRA adapters to train; None folds the archive's adapters into the weights.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of an unsupported family; or its
@@ -214,7 +214,7 @@ def load_pretrained(
             pointwise_kernels=pointwise_kernels,
         )
         decide_together(current_device(), gather_objects)
-        # Check the head first, so that a wrong head is reported before the backbone is loaded.
+        # Check the head first, because loading the backbone takes long.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         _set_adapters(model, folder, lora, seed)
@@ -225,9 +225,10 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold the archive's adapters into the loaded weights if ``lora`` is None.
+    """Prepare the LoRA adapters of a loaded model.
 
-    Otherwise the model trains adapters; initialise them if the archive has none.
+    If ``lora`` is None, the archive's adapters are folded into the weights. Otherwise the model
+    trains adapters, which are initialised here if the archive has none.
     """
     if lora is None:
         fold_adapters(model)
@@ -245,8 +246,8 @@ def load_reward_model(
 
     Args:
         precision: precision of the backbone; None means that of the contract. The returned contract
-            has this precision.
-        pointwise_kernels: see ``choose_kernels``.
+            records it.
+        pointwise_kernels: which kernels compute elementwise operations; see ``choose_kernels``.
 
     Raises:
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
@@ -261,7 +262,7 @@ def reward_model_of(
     precision: Precision | None = None,
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
-    """Load a finished reward model from an archive that is open; see ``load_reward_model``."""
+    """Load a finished reward model from an open archive; ``load_reward_model`` opens it first."""
     loaded = reward_model_without_weights(
         folder, layout, precision, pointwise_kernels=pointwise_kernels
     )
@@ -297,10 +298,10 @@ def reward_model_without_weights(
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    # Raises if the model does not support this length.
+    # Called only for its error if the model does not support this length.
     shape.length_dependent_rope(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):
-        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
+        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD}), wanted one")
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
         shape if with_adapters else replace(shape, lora=None),
@@ -341,7 +342,7 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     with explaining_full_disk(path):
         on_main(lambda: _make_staging(staging, tokenizer))
-    # An archive stacks the layers under one key; a run's checkpoint has a key for each layer.
+    # Stack the layers under one key, as archives do; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
     weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
     if contract is None:
@@ -362,7 +363,7 @@ def save_reward_model(
 
 
 def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
-    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left this folder behind
+    shutil.rmtree(staging, ignore_errors=True)  # a killed process may have left this folder
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
 
@@ -422,16 +423,16 @@ def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) ->
 
 
 def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
-    """Load the head's ``tensors`` on the ranks that have a head. The shapes must fit."""
-    # Only the last pipeline stage has a head.
+    """Load ``tensors`` into the model's head, on ranks that have a head. The shapes must fit."""
+    # post_process is true on the last pipeline stage, the only one that has a head.
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
 
 
-# Initial heads: copy outputs of another reward model, matched by the names of the attributes.
+# Initial heads: copy the outputs of another reward model for attributes of the same names.
 
 _KEY = "pretrained_checkpoint.load_rm_head_weights"
-# All outputs share the tensors with this prefix; the other tensors have one row for each output.
+# Tensors with this prefix are shared by all outputs; the other tensors have one row per output.
 _SHARED_PREFIX = "hidden."
 
 
@@ -440,7 +441,7 @@ def check_initial_head(
 ) -> None:
     """Check that the head of another reward model has the outputs of ``contract``.
 
-    Reads no weights.
+    No weights are read.
 
     Args:
         path: archive of the other reward model.
@@ -467,10 +468,11 @@ def init_head_from(
     Args:
         contract: scoring contract of ``model``.
         shape: shape of ``model``.
-        names: see ``check_initial_head``.
+        names: maps attributes of ``contract`` to their names in the other model, if they differ.
 
     Raises:
-        ConfigError, CheckpointError: as ``check_initial_head``; or the heads' layers differ.
+        ConfigError: an attribute is missing, or the heads' layers differ.
+        CheckpointError: the other model cannot be read.
     """
     with open_nemo(path) as folder:
         rows = _choose_head_rows(folder, contract, names)
@@ -492,7 +494,7 @@ def init_head_from(
 def _choose_head_rows(
     folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]
 ) -> list[int]:
-    """Return the row in the head of ``folder`` for every output of ``contract``."""
+    """Return the row in the head of ``folder`` for each output of ``contract``'s head."""
     other, location = contract_of(folder), f"{_KEY}: {folder.source}"
     if other is None:
         raise ConfigError(
@@ -509,7 +511,7 @@ def _choose_head_rows(
         )
     indices = [other.attributes.index(name) for name in other_names]
     _check_same_outputs(contract, other, indices, location)
-    # Bins and quantiles have several consecutive rows for an attribute.
+    # An attribute has several consecutive rows if its outputs are bins or quantiles.
     width = other.outputs_per_attribute
     return [index * width + number for index in indices for number in range(width)]
 
@@ -544,21 +546,21 @@ def _check_same_outputs(
         )
 
 
-# Tokenizer and scoring contract: from a model, or built from settings.
+# The code below reads the tokenizer and the scoring contract, or builds a contract from settings.
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a .nemo file, its unpacked folder, or a folder with tokenizer.json.
 
     Raises:
-        AlignerError: there is no tokenizer.
+        AlignerError: ``path`` has no tokenizer.
     """
     return _read_tokenizer_or_rules(path)[0]
 
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
     if (path / "tokenizer.json").is_file():
-        # An export's contract has the fingerprint of these files, so they are loaded unchanged.
+        # An exported contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
         return (load_tokenizer if is_exported else load_hf_tokenizer)(path), None
     return read_text_rules(path)

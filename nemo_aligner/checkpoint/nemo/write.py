@@ -22,16 +22,14 @@ def write_lazy_nemo(
 ) -> None:
     """Write a conversion's archive with its fingerprint, reading one tensor after the other.
 
-    See ``save_lazy`` and ``write_nemo``.
-
     Args:
         output: path of the new archive.
         config: settings of the model by the keys of ``model_config.yaml``.
         tensors: tensors outside the layers, by their stored names.
         layers: for each stored name in the layers, one tensor of each layer.
-        scratch: temporary folder on the disk of ``output``. The tokenizer's files are in
-            ``scratch / "tokenizer"`` already.
-        contract: None for a base model.
+        scratch: temporary folder on the disk of ``output``. Its folder ``tokenizer`` already has
+            the tokenizer's files.
+        contract: scoring contract of a reward model; None for a base model.
     """
     weights, rules = scratch / "weights", None if contract is None else contract.to_dict()
     fingerprint = build_fingerprint(save_lazy(tensors, layers, weights), config)

@@ -53,14 +53,14 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
 
-    Collective; see ``TensorStore.load``. The CRC-32 of the weights is compared first, and
-    ``with_optimizer`` that of the optimizer's state. Each rank checks an equal part, at about 3 GB
-    a second on one core, which is about as fast as loading.
+    Collective. Before loading, the CRC-32 of the weights is compared, and with ``with_optimizer``
+    that of the optimizer's state. Each rank checks an equal part, at about 3 GB a second on one
+    core, which takes about as long as loading.
 
     Raises:
         DamagedError: on every rank, if the data is incomplete or was changed.
-        CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or
-            is stored in a file that would run code.
+        CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or is
+            stored in a file that would run code.
     """
     try:
         store, common = raise_everywhere(lambda: _open_with_common(folder))
@@ -78,7 +78,7 @@ def check_complete(folder: Path) -> None:
 
 def _open_with_common(folder: Path) -> tuple[TorchDistStore, dict[str, Any]]:
     store = open_weights(folder)
-    # A run writes torch_dist only. A zarr folder has arrays and no plain data.
+    # A run writes only torch_dist, and a folder of zarr arrays has no plain data of a run.
     if not isinstance(store, TorchDistStore):
         raise CheckpointError(
             f"{folder}: the weights are stored as zarr arrays; a run's checkpoint has the format "

@@ -56,15 +56,15 @@ from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, host_zeros, start_host_copies
 from nemo_aligner.utils.writing import is_disk_full, write_problem
 
-# Sharded saves, in megatron-core's format.
+# The first part saves sharded models, in megatron-core's format.
 
-# Options of the planner, as in megatron-core's save. Both steps are switched off, because keys are
-# flat already, and ``_torch_tensors`` has dropped the replicas.
+# Options of torch's planner, as in megatron-core's save. Removing replicas and flattening are
+# switched off, because ``_torch_tensors`` has done both.
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
 class PendingSave:
-    """A save in progress: all ranks plan together, then a thread on each rank writes its file.
+    """A save in progress: all ranks plan together, then a thread of each rank writes its file.
 
     megatron-core's own background save starts a manager process and forks writers. That needs a
     ``__main__`` guard in every script, and may hang after gloo's threads have run. Here all
@@ -85,7 +85,8 @@ class PendingSave:
         """Begin to write into ``folder``, which all ranks share; collective.
 
         Args:
-            arrived: waits for tensors that are still being copied; the thread calls it first.
+            arrived: function that waits for tensors that are still being copied to the host; the
+                thread calls it before it writes.
             planner: chooses the tensors to write; None uses ``InPlaceSavePlanner``.
 
         Raises:
@@ -106,7 +107,7 @@ class PendingSave:
             on_main(lambda: write_common(common, folder))
             tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
-        # Until finish() this rank calls no more collectives.
+        # This rank calls no collectives until finish(), so the thread's write cannot mix with them.
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
@@ -141,15 +142,15 @@ class PendingSave:
     def _write_index(self, written: list[list[WriteResult]]) -> None:
         assert self._metadata is not None
         self._writer.finish(self._metadata, written)
-        # This writes metadata.json, in which a reader looks up the format.
+        # save_config writes metadata.json, from which a reader learns the format.
         save_config(CheckpointingConfig(TORCH_DIST, 1), str(self._folder))
 
 
 def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    The two functions called here are private parts of megatron-core's save. The complete save is
-    not used, because it would start writer processes.
+    It calls two private functions of megatron-core's save, because the complete save would start
+    writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -160,13 +161,14 @@ def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> WeightSums:
-    """Save a sharded state dict, and wait until all ranks have written; see ``PendingSave``.
+    """Save a sharded state dict, and wait until all ranks have written their files; collective.
 
     Args:
-        arrived: waits for tensors that are still being copied; None if none are.
+        arrived: function that waits for tensors that are still being copied to the host; None if
+            there are none.
 
     Returns:
-        The sums of all weights (``weights.sums``), on every rank.
+        The checksums of all weights (``weights.sums``), on every rank.
     """
     return _save_and_sum(sharded_state_dict, folder, InPlaceSavePlanner(**PLANNING), arrived)
 
@@ -190,16 +192,16 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
             and model reuses that memory, which is much faster than allocating it again.
 
     Returns:
-        A function that waits for the copies, see ``start_host_copies``.
+        A function that waits until all copies have finished.
     """
     entries = [
         entry
         for entry in nested_values(sharded_state_dict)
-        # A ShardedTensorFactory holds one tensor, which is split when it is saved.
+        # A ShardedTensorFactory also holds one tensor, which megatron-core splits when it is saved.
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
-    # The first call allocates the memory. Later calls reuse it, because the tensors come in the
+    # The first call allocates host memory. Later calls reuse it, because the tensors come in the
     # same order.
     if not host:
         host += host_zeros([entry.data.detach() for entry in entries])
@@ -211,7 +213,7 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert an OSError, or torch's CheckpointException, to a CheckpointError.
+    """Convert an OSError, or torch's CheckpointException, in the block to a CheckpointError.
 
     torch's CheckpointException is not an ``Exception``, so callers would not catch it.
     """
@@ -219,12 +221,12 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         yield
     except torch_checkpoint.CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, CheckpointError):  # its message is complete already
+            if isinstance(cause, CheckpointError):  # it has a complete message already
                 raise CheckpointError(str(cause)) from error
         problems: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
             problems.setdefault(write_problem(folder, cause), []).append(rank)
-        # Ranks with the same problem, often all of them, are listed together.
+        # Group the ranks by problem, because often all of them have the same one.
         failures = "; ".join(
             f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in problems.items()
         )
@@ -232,21 +234,21 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
             (failures,) = problems
         raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
     except (OSError, CheckpointingException, RuntimeError) as error:
-        # A RuntimeError that is not about a full disk, such as a lost rank, is not reported as a
-        # problem of the disk.
+        # Raise other RuntimeErrors (e.g. a lost rank) unchanged; only a full disk is a problem of
+        # writing.
         if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
         problem = write_problem(folder, error)
         raise CheckpointError(f"{folder}: cannot be written: {problem}") from error
 
 
-# Planners that pass tensors to the writer without cloning them.
+# The planners below pass tensors to torch's writer without cloning them.
 
 
 class SummingPlanner(MCoreSavePlanner):
     """megatron-core's planner, which also adds each shard to ``sums`` before it is written.
 
-    ``sums`` stays None for the checkpoints of a training run, which have no sums.
+    The checkpoints of a training run need no checksums of the weights; their ``sums`` stays None.
     """
 
     sums: WeightSums | None = None
@@ -261,7 +263,7 @@ class SummingPlanner(MCoreSavePlanner):
 
 
 class InPlaceSavePlanner(SummingPlanner):
-    """megatron-core's planner, which passes tensors in a form that torch's writer does not clone.
+    """megatron-core's planner, passing tensors in a form that torch's writer does not clone.
 
     torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and keeps
     all clones until its file is written. For the optimizer's flat state that would double the
@@ -274,16 +276,16 @@ class InPlaceSavePlanner(SummingPlanner):
 
 
 def zero_copy_slice(tensor: Tensor) -> Tensor:
-    """View the same memory as a tensor whose storage contains nothing else.
+    """Return a view of ``tensor`` whose storage has only the elements of ``tensor``.
 
-    Returns ``tensor`` itself if its storage contains nothing else already, or if such a view is not
-    possible: for tensors on a GPU, and for strided ones.
+    Return ``tensor`` itself if its storage already has nothing else, or if such a view is not
+    possible: on a GPU, and if the elements are not contiguous.
     """
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
         return tensor
-    # View the tensor as bytes, because numpy has no bf16. A tensor made from an array has a storage
-    # of just the array's bytes.
+    # View as bytes, because numpy has no bf16. A tensor that is made from an array has a storage of
+    # exactly the array's bytes.
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
 
@@ -299,12 +301,12 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
-    # The executor accepts no more work, and its thread ends after this function.
+    # wait=False returns at once; the executor's thread ends after this function.
     executor.shutdown(wait=False)
     return future
 
 
-# Lazy tensors, written one at a time by conversions.
+# The second part writes lazy tensors one at a time, for conversions.
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,7 @@ class LazyTensor:
     read_part: Callable[[int], Tensor] | None = None
 
     def outline(self) -> Tensor:
-        """Return a tensor of this shape and dtype on torch's meta device."""
+        """Return a tensor of this shape and dtype without data (on torch's meta device)."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -339,7 +341,7 @@ def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
 
 
 class _ReadingPlanner(SummingPlanner):
-    """Planner for tensors on the meta device; it reads each ``LazyTensor`` when it is written."""
+    """Planner that gets tensors without data, and reads each ``LazyTensor`` when it is written."""
 
     def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], LazyTensor]) -> None:
         super().__init__(**PLANNING)
@@ -352,7 +354,7 @@ class _ReadingPlanner(SummingPlanner):
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
         # Check the values, because a weighted sum of models, or a conversion to fp16, may overflow.
         check_finite(data, f"{index.fqn}, from {list(index.offset)} on")
-        # A key that stacks all layers has one more axis in the file.
+        # If the stored key stacks all layers, add the axis of the layers.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
 
 
@@ -363,15 +365,15 @@ def save_lazy(
 ) -> WeightSums:
     """Write ``tensors`` and ``layers``, reading one tensor after the other.
 
-    One process calls it, with torch.distributed initialised. torch's writer keeps the last tensor
-    of every key, so peak memory is that of ``tensors`` and two layers.
+    One process calls it, with torch.distributed initialised. Peak memory is that of ``tensors`` and
+    two layers, because torch's writer keeps the last tensor of every key.
 
     Args:
         tensors: tensors outside the layers, by their stored names.
         layers: for each stored name one tensor of each layer; the file stacks them.
 
     Returns:
-        The sums of all weights (``weights.sums``).
+        The checksums of all weights (``weights.sums``).
     """
     request: dict[str, Any] = {}
     lazy_tensors = {}
@@ -388,16 +390,17 @@ def save_lazy(
     return _save_and_sum(request, folder, _ReadingPlanner(lazy_tensors))
 
 
-# The weights in a training run's checkpoint: the whole model, or with LoRA the trained part.
+# The third part chooses the weights in a training run's checkpoint: the whole model, or with LoRA
+# only the trained weights.
 
 _PREFIX = "model."
-# Each layer has keys of its own here, instead of one tensor that stacks all layers: frozen layers
-# have no optimizer state, and a stack in which layers are missing cannot be saved.
+# Give each layer separate keys, instead of one tensor that stacks all layers: frozen layers have no
+# optimizer state, and a stack cannot be saved if layers are missing.
 _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """The methods that saving and loading need of a model; every Megatron module has them."""
+    """What saving and loading need of a model; every Megatron module has these methods."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
@@ -419,7 +422,7 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Load into ``model`` the state that was read for its ``sharded_weights``.
+    """Load into ``model`` the state that was read from a run's checkpoint for its weights.
 
     Args:
         path: the checkpoint's name in errors.
@@ -464,14 +467,14 @@ def frozen_digest(model: ShardedModel) -> str:
 
     A run resumes only if the digest is unchanged. The digest is the same for every parallel layout:
     each tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
-    tensors' names. Zero rows, which pad a vocabulary, add nothing.
+    tensors' names. Rows of zeros, with which a vocabulary may be padded, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     total = 0
     for name, entry in entries.items():
         is_tensor = isinstance(entry, ShardedTensor | ShardedTensorFactory)
         is_trained = is_of_adapter(name) or _is_head(name)
-        # Only one replica of each shard is summed, so that the digest does not depend on the
+        # Sum only one replica of each shard, so that the digest does not depend on the parallel
         # layout.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
             total += zlib.crc32(entry.key.encode()) * _sum_as_integers(entry.data.detach())
@@ -479,7 +482,7 @@ def frozen_digest(model: ShardedModel) -> str:
 
 
 def _sum_as_integers(values: Tensor) -> int:
-    # Sum the values' bits as integers, because such a sum is exact in any order.
+    # Sum the bits of the values as integers, because an integer sum is exact in any order.
     integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
     return int(values.view(integers).sum(dtype=torch.int64))
 

@@ -84,7 +84,7 @@ class TensorStore(ABC):
 
     @abstractmethod
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        """Fill ``target`` with the box of the tensor ``key`` that begins at ``offsets``.
+        """Fill ``target`` with the part of the tensor ``key`` that begins at index ``offsets``.
 
         ``target`` has as many axes as the stored tensor, and may extend past its end.
 
@@ -123,8 +123,8 @@ class TensorStore(ABC):
             CheckpointError: on every rank, if on any rank a tensor is missing, has another shape,
                 or cannot be read.
         """
-        # A factory stands for a tensor that is stored in several parts, such as the two halves of
-        # SwiGLU. Its parts are joined at the end.
+        # load_preprocess splits off factories: a factory stands for one tensor of the model that is
+        # stored in several parts, such as the two halves of SwiGLU, which are joined at the end.
         request, unsharded, factories = load_preprocess(without_objects(sharded_state_dict))
         tensors, _ = extract_sharded_base(request)
         raise_everywhere(lambda: self._check_request(tensors))
@@ -142,10 +142,10 @@ class TensorStore(ABC):
         if entry.data is None:
             entry.init_data("cpu")
         data = entry.data.detach()
-        # A key may stack all layers; the stored tensor then has one more axis than a layer here.
+        # A stored tensor that stacks all layers has one more axis than a layer's tensor here.
         target = data[(None,) * entry.prepend_axis_num]
         if entry.allow_shape_mismatch:
-            target.zero_()  # the stored vocabulary may have fewer padding rows
+            target.zero_()  # the stored vocabulary may have fewer rows of padding
             self.read_into(target, entry.key, entry.global_offset)
         else:
             self._read_whole(target, entry.key, entry.global_offset)
@@ -168,7 +168,7 @@ class TensorStore(ABC):
             )
         for tensor in requested:
             stored_shape, shape = stored[tensor.key][0], tuple(tensor.global_shape)
-            first = int(tensor.allow_shape_mismatch)  # the padding of a vocabulary may differ
+            first = int(tensor.allow_shape_mismatch)  # axis 0 may differ: padding of a vocabulary
             if len(stored_shape) != len(shape) or stored_shape[first:] != shape[first:]:
                 raise CheckpointError(
                     f"{self.folder}: {tensor.key}: got shape {list(stored_shape)}, wanted "
@@ -207,9 +207,9 @@ def check_finite(tensor: Tensor, location: str) -> None:
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
-    # torch's aminmax does not take 8-bit floats.
+    # Convert 8-bit floats, which torch's aminmax does not support.
     values = tensor if tensor.element_size() > 1 else tensor.half()
-    # If a tensor has a NaN, both extremes are NaN. Unlike isfinite this allocates no memory.
+    # A NaN makes both extremes NaN. Unlike isfinite, aminmax allocates no memory.
     if bool(torch.stack(values.aminmax()).isfinite().all()):
         return
     bad = (~values.isfinite()).nonzero()
@@ -230,13 +230,13 @@ def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Tell by Megatron's naming if a stored tensor belongs to an optimizer."""
+    """Tell by Megatron's naming convention whether a stored tensor belongs to an optimizer."""
     return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None
 
 
-# The format torch_dist: a few files with the shards of all tensors, and an index.
+# Reading the format torch_dist: a few files with the shards of all tensors, and an index.
 
-# The value of sharded_backend in metadata.json for this format.
+# Value of ``sharded_backend`` in metadata.json for this format.
 TORCH_DIST = "torch_dist"
 
 
@@ -248,7 +248,7 @@ class TorchDistStore(TensorStore):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the index; raises CheckpointError if it is missing or unsafe."""
+        """Read the index in ``folder``; CheckpointError if it is missing or unsafe."""
         self._metadata = read_metadata(folder)
         self._entries = {
             name: entry
@@ -286,8 +286,8 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            # raise_everywhere tells the other ranks only of a CheckpointError. After an OSError
-            # they would wait forever.
+            # Convert the OSError: raise_everywhere tells the other ranks only of a CheckpointError,
+            # so after another error they would wait forever.
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 
@@ -308,7 +308,7 @@ class TorchDistStore(TensorStore):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in a transformed form, which is not supported")
+            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
@@ -316,7 +316,7 @@ class TorchDistStore(TensorStore):
             read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-# Checks that shards are complete, lie within their files, and are undamaged.
+# The code below checks that shards are complete, lie within their files, and are undamaged.
 
 _BLOCK_BYTES = 2**24
 _STORAGES = {
@@ -344,7 +344,7 @@ def check_shards(
     Args:
         read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
         with_optimizer: check the optimizer's state, too. A model is loaded without it.
-        part: (i, n): read only part i of n, counted from 0; the parts have about equal bytes.
+        part: (i, n): read only the i-th (from 0) of n parts of about equal size.
 
     Raises:
         CheckpointError: a shard is missing, misplaced or damaged.
@@ -363,8 +363,8 @@ def check_shards(
     total = sum(sizes.values())
     to_read = range(total * index // count, total * (index + 1) // count) if read else range(0)
     start = 0
-    # The files are visited in the order of the ranks that wrote them. With an unchanged layout a
-    # rank checks the file that it loads next, so the page cache still holds it then.
+    # Visit the files in the order of the ranks that wrote them. If the layout is unchanged, a rank
+    # then checks the file that it loads next, so the page cache still holds it.
     for file in sorted(shards, key=_numeric_sort_key):
         _check_file(folder / file, shards[file], start, to_read)
         start += sizes[file]
@@ -378,7 +378,7 @@ def _numeric_sort_key(name: str) -> tuple[list[int], str]:
 def _locate_shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Yield the storage info of each shard of a tensor, and its size in bytes without headers.
+    """Yield each shard's location (storage info), and its size in bytes without headers.
 
     After the last shard, check that the shards cover the tensor without overlaps.
     """
@@ -394,7 +394,7 @@ def _locate_shards(
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in a transformed form, which is not supported")
+            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
@@ -402,12 +402,12 @@ def _locate_shards(
 
 
 def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range) -> None:
-    """Check where a file's shards lie, and the contents of the shards that begin in ``to_read``.
+    """Check that a file's shards lie within it, and read those that begin in ``to_read``.
 
     Args:
-        shards: for each shard its storage info, its minimal size in bytes, and its tensor's name.
-        start: number of bytes in the shards of all previous files.
-        to_read: range of bytes, counted over the shards of all files.
+        shards: each shard's location (storage info), minimal size in bytes, and tensor's name.
+        start: number of bytes in the shards of all files that were checked before.
+        to_read: range of bytes to read, counted over the shards of all files.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, but the index places {shards[0][2]} in it")
@@ -415,7 +415,7 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_r
     with path.open("rb") as file:
         for info, min_bytes, name in sorted(shards, key=lambda shard: shard[0].offset):
             location = f"{path}: {name}"
-            # Overlapping shards could make the check read the same bytes thousands of times.
+            # Reject overlaps, which could make this check read the same bytes thousands of times.
             if info.offset < end or min_bytes > info.length:
                 raise CheckpointError(
                     f"{location}: got {info.length} bytes at offset {info.offset}, wanted at least "
@@ -432,10 +432,10 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_r
 
 
 def check_zip(stored: RawIOBase, location: str) -> None:
-    """Compare a file of ``torch.save`` with its CRC-32; an error begins with ``location``."""
+    """Check a file of ``torch.save`` (a zip) by its CRC-32; an error begins with ``location``."""
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
-            # testzip() would decompress everything, to whatever size.
+            # Reject compressed members: testzip() would decompress them to whatever size.
             if any(member.compress_type for member in shard.infolist()):
                 raise ValueError("it is compressed; torch.save writes uncompressed files")
             damaged = shard.testzip()
@@ -448,13 +448,13 @@ def check_zip(stored: RawIOBase, location: str) -> None:
 def read_shard(
     stored: BinaryIO, offsets: Sequence[int], shape: Sequence[int], target: Tensor
 ) -> None:
-    """Copy a box of a shard into ``target``, reading only the rows of the box.
+    """Copy a part of a shard into ``target``, reading only the rows that have the part.
 
     Args:
         stored: the shard, as ``torch.save`` wrote it.
-        offsets: index of the box's first element in the shard, one number for each axis.
+        offsets: index of the part's first element in the shard, one number for each axis.
         shape: shape of the whole shard, according to the index.
-        target: tensor of the box's shape, with any dtype and on any device.
+        target: tensor of the part's shape, with any dtype and on any device.
 
     Raises:
         Exception: of many types, if the shard is damaged, has another shape, or would take too much
@@ -468,7 +468,7 @@ def read_shard(
         target.copy_(shard[slices_of(offsets, target.shape)])
         return
     start, dtype = location
-    # One layer of a stack: narrow the shard to that layer, so that only its rows are read.
+    # If the target is one layer of a stack, narrow the shard to it, to read only its rows.
     while target.dim() > 1 and target.size(0) == 1:
         start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
         shape, offsets, target = shape[1:], offsets[1:], target[0]
@@ -477,8 +477,8 @@ def read_shard(
     row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
     stored.seek(start + offsets[0] * row)
     for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
-        # Read the rows in blocks, so that a target on a GPU needs no copy of the whole shard on the
-        # host.
+        # Read the rows in blocks, so that a target on a GPU does not need a copy of the whole shard
+        # on the host.
         content = bytearray(rows.size(0) * row)
         if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
             raise ValueError("the file ends within the shard")
@@ -487,7 +487,7 @@ def read_shard(
 
 
 def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select the box at ``offsets`` with side ``lengths`` in a tensor."""
+    """Return the slices that select ``lengths`` elements of each axis, from ``offsets`` on."""
     bounds = zip(offsets, lengths, strict=True)
     return tuple(slice(start, start + length) for start, length in bounds)
 
@@ -502,7 +502,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
         return None
     storage, first, size, stride, *_ = outline.parts
-    # A persistent id of torch.save: "storage", its class, its key in the zip, a device, its size.
+    # In torch.save, a storage has: "storage", its class, its key in the zip, a device, its size.
     _, storage_class, key, *_ = storage.parts[0]
     dtype = _STORAGES.get(getattr(storage_class, "name", ""))
     archive, name = torch_archive(stored), f"data/{key}"
@@ -515,7 +515,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     ):
         return None
     if type(first) is not int or first < 0:
-        raise ValueError(f"the tensor begins at element {first!r} of its storage")
+        raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0 or more")
     if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
         raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
@@ -546,11 +546,11 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# Plain data that is stored next to the tensors. NeMo, megatron-core up to 0.16 and this package
-# write it to ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
+# Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
+# ``common.pt``. Since 0.17, megatron-core itself stores it like a shard of a tensor.
 
 COMMON_NAME = "common.pt"
-# megatron-core's key for that shard, which is a list with one object.
+# megatron-core's key for the shard with the plain data, which is a list with one object.
 _COMMON_SHARD = "common_state/shard_0_1"
 
 
@@ -572,7 +572,7 @@ def read_common(folder: Path) -> dict[str, Any]:
         with common.open("rb") as stored:
             return _load_plain_or_refuse(stored, common)
     except OSError as error:
-        raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
+        raise CheckpointError(f"{common}: cannot be read safely: {short(error)}") from error
 
 
 def _read_common_shard(folder: Path) -> dict[str, Any]:
@@ -597,4 +597,4 @@ def _load_plain_or_refuse(stored: BinaryIO, name: Path | str) -> Any:
     try:
         return load_plain(stored)
     except Exception as error:
-        raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error
+        raise CheckpointError(f"{name}: cannot be read safely: {short(error)}") from error

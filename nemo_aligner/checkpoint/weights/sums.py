@@ -4,8 +4,8 @@
 tensor is ``sum(word[i, j, ...] * factor_0[i] * factor_1[j] * ...)`` modulo 2^64, with a fixed
 pseudo-random odd factor for each index of each axis. The sums of a tensor's shards add up to the
 sum of the whole tensor, whatever the layout. All factors are odd, so a change of one word always
-changes the sum; a change of several words leaves it equal only by chance. A sum identifies a model.
-The sum is not a cryptographic hash: somebody could construct other weights with the same sum.
+changes the sum; a change of several words leaves it equal only by chance. So the sums identify a
+model. They are no cryptographic hash: somebody could construct other weights with the same sums.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Weights are read as words of 4 bytes. With words of 8 bytes, a flipped sign in the last element of
-# a word would change the product by 2^63 for every odd factor, so two flips would cancel.
+# Weights are read as words of 4 bytes. In words of 8 bytes, flipping the sign of the element in the
+# highest bytes changes the product with any odd factor by exactly 2^63, so two such flips would
+# cancel.
 _WORD = torch.int32
 _WORD_BYTES = 4
-# Number of words that are multiplied at once. On a CPU a block of this size fits into the cache; on
-# a GPU larger blocks need fewer kernels.
+# Number of words that are multiplied at once: on a CPU a block that fits into the cache, on a GPU a
+# larger one, which needs fewer kernels.
 _BLOCK_WORDS = {"cpu": 2**18}
 _BLOCK_WORDS_ON_GPU = 2**22
 _MODULUS = 2**64
 
 
-# For each tensor, by its stored name: name of the dtype, and sum.
+# The checksums of a model: stored name of each tensor -> (name of the dtype, sum).
 WeightSums: TypeAlias = dict[str, tuple[str, int]]
 
 
 def add_shard(sums: WeightSums, name: str, shard: Tensor, offsets: Sequence[int]) -> None:
-    """Add the sum of a shard to ``sums``.
+    """Add the checksum of a shard to its tensor's entry in ``sums``.
 
     Args:
         name: stored name of the tensor.
@@ -74,7 +75,7 @@ def _sum_of(shard: Tensor, offsets: Sequence[int]) -> int:
     )
     block_words = _BLOCK_WORDS.get(words.device.type, _BLOCK_WORDS_ON_GPU)
     step = max(1, block_words // words.size(1))
-    # int64 multiplication and addition wrap around, which is arithmetic modulo 2^64.
+    # int64 arithmetic wraps around, which is arithmetic modulo 2^64.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for block, factors in zip(words.split(step), row_factors.split(step), strict=True):
         total += ((block * column_factors).sum(1) * factors).sum()
@@ -82,7 +83,7 @@ def _sum_of(shard: Tensor, offsets: Sequence[int]) -> int:
 
 
 def _as_words(shard: Tensor, offset: int) -> tuple[Tensor, int]:
-    """View a shard as int32 words ``[rows, words]``.
+    """View the bytes of a shard as int32 words ``[rows, words]``.
 
     A shard that begins or ends within a word is padded with zeros, so that the partial words of two
     shards add up to the word of the whole row.
@@ -107,7 +108,7 @@ def _as_words(shard: Tensor, offset: int) -> tuple[Tensor, int]:
 def _index_factors(axis: int, start: int, count: int) -> np.ndarray:
     """Return odd pseudo-random uint64 factors for ``count`` indices of an axis, from ``start`` on.
 
-    A factor is the splitmix64 hash of the axis and the index.
+    Each factor is a hash (splitmix64) of the axis and the index, so it is the same on every rank.
     """
     numbers = np.arange(start, start + count, dtype=np.uint64)
     numbers += np.uint64((axis + 1) << 48)
@@ -118,5 +119,5 @@ def _index_factors(axis: int, start: int, count: int) -> np.ndarray:
 
 
 def _to_device(factors: np.ndarray, device: torch.device) -> Tensor:
-    """Move uint64 factors to a device as int64, because torch multiplies no uint64."""
+    """Move uint64 factors to a device as int64, because torch cannot multiply uint64."""
     return torch.from_numpy(factors.view(np.int64)).to(device)

@@ -45,7 +45,7 @@ class ZarrStore(TensorStore):
     def check_data(self, *, read: bool) -> None:
         """Raise CheckpointError if a chunk of an array is missing, where zarr would read zeros.
 
-        ``read`` changes nothing, because chunks have no checksums.
+        ``read`` has no effect: chunks have no checksums, so reading would not find damage.
         """
         _import_zarr(self.folder)
         for path, header in self._headers.items():
@@ -60,8 +60,9 @@ class ZarrStore(TensorStore):
 def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    # Count the files first, because a header may claim more chunks than a loop could visit.
-    if math.prod(counts) >= len(list(path.iterdir())):  # the folder also holds the header
+    # Count the files before looping over the chunks, because a header may claim any number of
+    # chunks.
+    if math.prod(counts) >= len(list(path.iterdir())):  # >=: the folder also has the header file
         raise CheckpointError(f"{path}: some of its {math.prod(counts)} chunks are missing")
     chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
     for numbers in product(*map(range, counts)):
@@ -111,7 +112,7 @@ def _read_array(path: Path, slices: tuple[slice, ...]) -> Tensor:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if values.dtype.name == "bfloat16":
-        # torch does not accept numpy arrays of ml_dtypes' bfloat16.
+        # View as int16 first: torch does not accept numpy arrays of ml_dtypes' bfloat16.
         return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(values)
 

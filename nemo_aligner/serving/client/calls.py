@@ -1,4 +1,4 @@
-"""Common base of clients: calls with one deadline, in a thread or in the caller's event loop."""
+"""Base class of the clients. A call has one deadline, and runs in a thread or the caller's loop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nemo_aligner.utils.errors import ConfigError, ServingError
 T = TypeVar("T")
 Client = TypeVar("Client", bound="ServerClient[Any]")
 
-# Background threads of the parent process, after a fork. The child inherits the objects and their
-# sockets, but not the running threads. Freeing an object would close sockets that the parent still
-# uses, so the child keeps the objects here forever.
+# After a fork, the child process keeps the parent's background threads in this list. It inherits
+# the objects and their sockets, but not the running threads. Freeing an object would close sockets
+# that the parent still uses, so the child never frees them.
 _NEVER_FREED: list[Background[Any]] = []
 
 
@@ -30,7 +30,10 @@ class Connections(Protocol):
     """The open connections of a ``ServerClient``; they belong to one event loop."""
 
     def trouble(self) -> str:
-        """List the reasons why servers are unavailable."""
+        """List the reasons why servers are unavailable, for error messages.
+
+        Empty if all are available.
+        """
 
     async def close(self) -> None:
         """Close the sockets."""
@@ -55,7 +58,7 @@ class ServerClient(Generic[C]):
         connect: Callable[[], C],
         in_callers_loop: bool = False,
     ) -> None:
-        """Prepare a client without connecting it.
+        """Store the settings of a client; it connects at the first request.
 
         Args:
             name: prefix of error messages.
@@ -83,7 +86,7 @@ class ServerClient(Generic[C]):
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and self._background is not None:
-            self._background.leave()  # nobody will read the pending answers
+            self._background.leave()  # after an exception, nobody reads the pending answers
         self.close()
 
     def close(self) -> None:
@@ -93,7 +96,7 @@ class ServerClient(Generic[C]):
             self._background.close()
 
     async def aclose(self) -> None:
-        """Close the connections of the caller's event loop; no call may be in flight."""
+        """Close the connections of a client with ``in_callers_loop``; no call may be in flight."""
         if self._local_connections is not None:
             await self._local_connections.close()
 
@@ -116,7 +119,9 @@ class ServerClient(Generic[C]):
         )
 
     def _ensure_background(self) -> Background[C]:
-        """Return the background thread of this process; start it at first use and after a fork.
+        """Return this process's background thread.
+
+        Start one at first use, and again in a forked child.
 
         Raises:
             ServingError: the client is closed.
@@ -136,7 +141,7 @@ class ServerClient(Generic[C]):
 
     def _wait(self, future: Future[T]) -> T:
         if self._background is not None and self._background.is_current():
-            future.cancel()  # otherwise the thread would wait for itself
+            future.cancel()  # in the background thread itself, waiting would be a deadlock
             raise RuntimeError(
                 "a callback of a future must not wait for another call; use the *_future methods"
             )
@@ -164,8 +169,8 @@ async def _run_with_timeout(
         ) from None
 
 
-# The event loop of a client runs in a thread, so that requests from all threads share connections
-# and are in flight while the program computes.
+# A client's event loop runs in a thread, so that requests from all threads of the program share
+# connections and are in flight while the program computes something else.
 
 
 class Background(Generic[C]):
@@ -176,7 +181,7 @@ class Background(Generic[C]):
 
     def __init__(self, connect: Callable[[], C]) -> None:
         """Start the thread and call ``connect`` in it; raise what ``connect`` raises."""
-        self._process = os.getpid()  # a fork does not inherit threads; see belongs_here
+        self._process = os.getpid()  # a forked child does not inherit threads
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
         begun: Future[None] = Future()
@@ -189,15 +194,21 @@ class Background(Generic[C]):
         begun.result()
 
     def belongs_here(self) -> bool:
-        """Tell whether the thread runs in this process, and not in the parent of a fork."""
+        """Tell whether the thread runs in this process.
+
+        False in a child that was forked from it.
+        """
         return self._process == os.getpid()
 
     def is_current(self) -> bool:
-        """Tell whether the caller runs in this thread, e.g. in the callback of a future."""
+        """Tell whether the caller runs in this thread, e.g. as the callback of a future."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start ``work(connections)`` in the thread; cancel the returned future to stop it."""
+        """Run ``work(connections)`` in the thread, and return its future.
+
+        Cancel the future to stop it.
+        """
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
@@ -213,9 +224,9 @@ class Background(Generic[C]):
         self._thread.join()
 
     def leave(self) -> None:
-        """Cancel running work, and let the thread end soon."""
+        """Cancel running work and tell the thread to end, without waiting for it."""
         if self.belongs_here():
-            with suppress(RuntimeError):  # the loop is closed already
+            with suppress(RuntimeError):  # raised if the loop is closed already
                 self._loop.call_soon_threadsafe(self._leaving.set)
 
     def _forget(self, future: Future[Any]) -> None:
@@ -240,11 +251,14 @@ class Background(Generic[C]):
 
 
 def check_token(token: str | None) -> None:
-    """Raise ConfigError if a header cannot carry the token; the message hides the token."""
+    """Raise ConfigError if an HTTP header cannot carry ``token``.
+
+    The message does not show the token.
+    """
     if token is not None and not is_token(token):
         raise ConfigError(
-            "token: it has characters that a header cannot carry; use one word of ASCII letters, "
-            "digits and punctuation"
+            "token: it has characters that an HTTP header cannot carry; use one word of ASCII "
+            "letters, digits and punctuation"
         )
 
 

@@ -9,13 +9,14 @@ import aiohttp
 from nemo_aligner.utils.errors import short
 
 CONNECT_S = 3.0
-# A request for rewards is limited only by the deadline of the call, as the model may be slow. A
-# handshake costs a server nothing, so a late answer means that the server hangs.
+# A handshake costs a server almost nothing, so an answer later than this means that the server
+# hangs. Requests for rewards have no such limit, only the deadline of the call, because the model
+# may be slow.
 HANDSHAKE_S = 10.0
 
 
 def cause_of(error: BaseException) -> str:
-    """Return for an error message, in a few words, why a connection failed with ``error``."""
+    """Explain in a few words, for an error message, why a connection failed with ``error``."""
     text = str(error)
     if isinstance(error, aiohttp.ClientSSLError):
         return _tls_cause_of(error)

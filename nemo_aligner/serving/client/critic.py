@@ -56,7 +56,10 @@ class _Connections:
         self._pools = [pool for pool in pools if pool is not None]
 
     def trouble(self) -> str:
-        """List the reasons why servers are unavailable."""
+        """List the reasons why servers are unavailable, for error messages.
+
+        Empty if all are available.
+        """
         return "; ".join(filter(None, (pool.trouble() for pool in self._pools)))
 
     async def close(self) -> None:
@@ -66,10 +69,10 @@ class _Connections:
 
 
 class RewardCriticClient(ServerClient[_Connections]):
-    """Queries a PPO critic for values and rewards, trains it and has it saved.
+    """Client of a PPO critic's server: fetches values and rewards, trains the critic and saves it.
 
     A critic with ``combine_rm_and_critic_server`` answers values and rewards together. With
-    ``reward_url``, one or several servers of a reward model are queried for rewards concurrently.
+    ``reward_url``, the client queries servers of a reward model at the same time as the critic.
     """
 
     def __init__(
@@ -84,18 +87,19 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """Prepare the client; it connects at the first call.
+        """Store the settings; the client connects at the first call.
 
-        Training and saving are requested only once: if an answer is lost, the server may have
-        executed the request.
+        The client never repeats a request to train or save: if the answer is lost, the server may
+        have executed it.
 
         Args:
             url: URL of the critic's server.
-            reward_url: URL or URLs of servers of a reward model, if the critic has none itself.
+            reward_url: URL or URLs of servers of a reward model, if the critic's server answers no
+                rewards.
             expect: the scoring contract, or its hash, that critic and reward model must have.
             timeout_s: deadline of one call, including retries, in seconds.
             wait_s: how long to wait for a server that is still starting, in seconds.
-            retry_s: how long to wait for a server that has answered before and is gone.
+            retry_s: how long to wait for a server that has answered before and is gone, in seconds.
             max_connections: most concurrent requests per server.
             token: bearer token that is sent to all servers; None if they require none.
 
@@ -114,7 +118,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         super().__init__(f"{critic}, critic", timeout_s, connect)
 
     def infer(self, token_lists: TokenLists) -> CriticValues:
-        """Compute values, and rewards if there is a reward model, of N token sequences.
+        """Fetch the values of N token sequences, and their rewards if there is a reward model.
 
         Raises:
             ServingError: a sequence is empty; or a server rejected the request (the error has the
@@ -124,7 +128,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         return self._wait(self.infer_future(token_lists))
 
     def infer_future(self, token_lists: TokenLists) -> Future[CriticValues]:
-        """Like ``infer``, but return at once; the future has the values."""
+        """Fetch the values (and rewards) of N token sequences; return a future without waiting."""
         return self._submit(_infer, token_rows(token_lists))
 
     def train(
@@ -147,7 +151,10 @@ class RewardCriticClient(ServerClient[_Connections]):
     def train_future(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
-        """Return a future of ``train``'s loss; the arrays must not change before it is done."""
+        """Start training on a rollout, and return a future of the mean loss; see ``train``.
+
+        The arrays must not change before the future is done.
+        """
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
             _check_matrix("tokens", tokens, "[N, S]"),
@@ -156,7 +163,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         return self._submit(_train_critic, rollout)
 
     def save(self) -> None:
-        """Have the critic save itself; the checkpoint is on disk when this returns.
+        """Tell the critic's server to write a checkpoint; it is on disk when this returns.
 
         Raises:
             ServingError: saving failed, or the server does not answer.
@@ -164,7 +171,11 @@ class RewardCriticClient(ServerClient[_Connections]):
         self._wait(self.save_future())
 
     def save_future(self) -> Future[None]:
-        """Like ``save``, but return at once; the future is done when the checkpoint is on disk."""
+        """Tell the critic's server to write a checkpoint, without waiting for it.
+
+        The returned future is done when the checkpoint is on disk, and has the error if saving
+        failed.
+        """
         return self._submit(_save_critic)
 
 
@@ -177,7 +188,7 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
     rewards = asyncio.ensure_future(_fetch_rewards(connections.rewards, token_lists))
     try:
         await asyncio.gather(values, rewards)
-    finally:  # if one request has failed, the other's answer is not needed
+    finally:  # if one of the two requests has failed, the other's answer is not needed
         values.cancel(), rewards.cancel()
     return CriticValues(values.result().values, rewards.result())
 
@@ -187,7 +198,7 @@ async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> C
     call = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
     replies = await _request_all_values(pool, call.split(limit))
     rows = [row for reply in replies for row in reply.values]
-    # A server pads all rows of a request to its longest sequence.
+    # A server pads the values of all rows to the longest sequence of their request.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
     return CriticValues(values, np.concatenate(rewards) if rewards else None)
@@ -199,7 +210,10 @@ async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> 
 
 
 async def _request_values(pool: ServerPool, part: PartialRequest) -> list[CriticValues]:
-    """Send a request, or its halves if it has too many bytes; return the answers in row order."""
+    """Request the values of a part of a call; return the answers in row order.
+
+    If the server rejects the request as too large, it is split in halves.
+    """
     try:
         return [await pool.send_request(encode_request(part), len(part.rows), _read_values)]
     except RefusedError as refusal:
@@ -214,12 +228,14 @@ def _read_values(outputs: Tensors, server: str) -> CriticValues:
     try:
         return wire.decode_values(outputs)
     except KeyError:
-        raise ServingError(f"{server}: the answer has no values") from None
+        raise ServingError(
+            f"{server}: the answer has no values; it is not a critic's server"
+        ) from None
 
 
 async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
-    """Fetch rewards ``[N]``, with attributes merged by the weights of the scoring contract."""
-    # PPO needs a reward for every row of a rollout, so a rejected row is an error.
+    """Fetch rewards ``[N]``: sums of the attributes, with the scoring contract's weights."""
+    # PPO needs a reward for every sequence of a rollout, so one rejected sequence fails the call.
     split = partial(split_tokens, token_lists)
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
     if scored.rewards.shape[1] == 1:
@@ -260,7 +276,9 @@ def _read_loss(outputs: Tensors, server: str) -> float:
     try:
         return float(outputs["loss_mean"].reshape(-1)[0])
     except (KeyError, IndexError):
-        raise ServingError(f"{server}: the answer has no loss_mean") from None
+        raise ServingError(
+            f"{server}: the answer has no loss_mean; it is not a critic's server"
+        ) from None
 
 
 async def _save_critic(connections: _Connections) -> None:

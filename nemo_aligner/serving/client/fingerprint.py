@@ -1,4 +1,4 @@
-"""Compare the model fingerprints of a client's servers: which weights do rewards come from?
+"""Compare the model fingerprints of a client's servers, to notice rewards of other weights.
 
 The scoring contract does not cover the weights. With ``expect_fingerprint``, only the model with
 that fingerprint is accepted. Without it, a client continues if a server's model is replaced, and
@@ -26,7 +26,11 @@ class FingerprintCheck:
     """
 
     def __init__(self, expected: str | None) -> None:
-        """Raise ConfigError if ``expected`` is not a fingerprint."""
+        """Store the expected fingerprint; None accepts every model.
+
+        Raises:
+            ConfigError: ``expected`` is not a fingerprint.
+        """
         if expected is not None and not _FINGERPRINT.fullmatch(expected):
             raise ConfigError(
                 f"expect_fingerprint: got {expected!r:.80}, wanted 32 hexadecimal characters, as "
@@ -37,7 +41,7 @@ class FingerprintCheck:
         self._servers: dict[str, str] = {}
 
     def find_fault(self, server: str, fingerprint: str | None) -> str | None:
-        """Return the reason why the model of a server is rejected; None if it is accepted."""
+        """Return an error text if a server's model is not the expected one; None if it is."""
         if self.expected is not None and fingerprint != self.expected:
             return (
                 f"got the model fingerprint {fingerprint or '(none)'}, wanted {self.expected}. "
@@ -48,7 +52,7 @@ class FingerprintCheck:
         return None
 
     def _warn_if_new(self, server: str, fingerprint: str | None) -> None:
-        # Servers of earlier versions send no fingerprint, so their model is unknown.
+        # None: servers of earlier versions send no fingerprint, so their model is unknown.
         if fingerprint is None or fingerprint in self._servers:
             return
         if self._servers:

@@ -1,4 +1,4 @@
-"""The servers of a client: each request goes to the least busy available server.
+"""``ServerPool``, the servers of a client: each request goes to the least busy available one.
 
 If no server is available, a request waits for one. Before the client has seen a ready server, a
 request waits up to ``wait_s``, because a server may still be starting. Afterwards, it waits up to
@@ -36,7 +36,10 @@ T = TypeVar("T")
 
 
 class NoServerError(ServingError):
-    """No server has answered; ``trouble`` has the reason of each server, without ``advice``."""
+    """No server has answered.
+
+    ``trouble`` lists why, for each server; ``advice`` says what the user can do.
+    """
 
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
@@ -57,12 +60,13 @@ class TooManyRowsError(Exception):
 
 @dataclass
 class _Search:
-    """How far one request has come in its search for a server.
+    """The state of one request while it looks for an available server.
 
     Attributes:
         began: start of the request, in seconds of ``time.monotonic``.
-        trouble_since: when the request first found no available server; ``wait_s`` or ``retry_s``
-            is counted from then. None if it has found one so far.
+        trouble_since: when the request first found no available server, in seconds of
+            ``time.monotonic``; the limit ``wait_s`` or ``retry_s`` is counted from then. None if
+            there always was one.
         tried: servers to which the request was sent without success.
         last_trouble: reason of the last failure.
     """
@@ -97,8 +101,8 @@ class ServerPool:
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
-        # With one server and no expected contract, the contract is not fetched: the first reward
-        # carries its hash, and all later rewards must have the same hash.
+        # With one server and no expected contract or fingerprint, the contract is not fetched: the
+        # first reward carries its hash, and all later rewards must have the same hash.
         reads_contract = (
             contract_check.is_bound
             or contract_check.fingerprints.expected is not None
@@ -124,7 +128,7 @@ class ServerPool:
         Raises:
             ServingError: no server is available.
         """
-        await self._choose(1, _Search())  # returns once a server is ready
+        await self._choose(1, _Search())  # _choose returns as soon as a server is ready
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
@@ -164,7 +168,7 @@ class ServerPool:
         With ``may_repeat=False``, a request without an answer is not sent again.
 
         Raises:
-            RefusedError, ServingError, TooManyRowsError: like ``infer``.
+            RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
         """
 
         async def infer(server: RemoteServer) -> T:
@@ -177,8 +181,8 @@ class ServerPool:
         """Return the scoring contract that a server publishes; it is the same for all servers.
 
         Raises:
-            ServingError: no server answers; or the server publishes no contract, or another one
-                than earlier rewards had.
+            ServingError: no server answers; or the server publishes no contract, or its contract
+                differs from that of earlier rewards.
         """
 
         async def fetch(server: RemoteServer) -> ScoringContract:
@@ -192,7 +196,9 @@ class ServerPool:
         return await self._call_server(fetch, 1)
 
     async def fetch_turn_end(self) -> TurnEnd | None:
-        """Return what the servers' chat template writes after a reply; None if unknown.
+        """Return the text that the servers' chat template writes after a reply.
+
+        None if it writes none, or the server does not publish it.
 
         Raises:
             ServingError: no server answers.
@@ -200,7 +206,9 @@ class ServerPool:
         return await self._call_server(RemoteServer.turn_end, 1)
 
     async def fetch_sample_frame(self) -> SampleFrame | None:
-        """Return what the servers' chat template writes around a sample; None if unknown.
+        """Return the text that the servers' chat template writes before and after a sample.
+
+        None if there is no chat template, or the server does not publish it.
 
         Raises:
             ServingError: no server answers.
@@ -208,9 +216,10 @@ class ServerPool:
         return await self._call_server(RemoteServer.sample_frame, 1)
 
     async def probe(self) -> dict[str, str | None]:
-        """Map the URL of each server to the reason why it gives no rewards now, or to None."""
-        # Contracts that servers published earlier are forgotten: while all servers are being
-        # replaced, the probe must succeed as soon as the last one has the new contract.
+        """Check all servers: map each URL to why it gives no rewards now, or to None if it does."""
+        # If no contract is expected, forget the contracts that servers published earlier.
+        # Otherwise, while all servers are being replaced, the old contract of one would still make
+        # this check fail after the last one has the new contract.
         if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)
@@ -223,7 +232,10 @@ class ServerPool:
         }
 
     async def fetch_statistics(self) -> dict[str, dict[str, float] | None]:
-        """Map the URL of each server to its counts since its start; None if it does not answer."""
+        """Map the URL of each server to its counts since its start, e.g. of requests.
+
+        None for a server that does not answer.
+        """
         counts = await asyncio.gather(*(server.statistics() for server in self._servers))
         return {
             server.url: server_counts
@@ -231,7 +243,10 @@ class ServerPool:
         }
 
     def trouble(self) -> str:
-        """List the reasons why servers are unavailable."""
+        """List the reasons why servers are unavailable, for error messages.
+
+        Empty if all are available.
+        """
         return "; ".join(
             f"{server.name}: {server.trouble}" for server in self._servers if server.trouble
         )
@@ -251,9 +266,9 @@ class ServerPool:
             try:
                 answer = await call(server)
             except UnavailableError as error:
-                # If the answer to a training step is lost, the step may have been executed, even if
-                # a proxy's 502 or 504 has a Retry-After. A busy server, in contrast, rejects a step
-                # before it executes anything.
+                # After a lost answer, the server may have executed the training step. A 502 or 504
+                # of a proxy also counts as lost, even with a Retry-After. A busy server, in
+                # contrast, rejects a step before it executes anything.
                 is_lost = error.kind is FailureKind.unreachable
                 if not may_repeat and (is_lost or error.retry_after_s is None):
                     raise ServingError(
@@ -265,11 +280,12 @@ class ServerPool:
                 else:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
-                if not is_lost:  # otherwise RemoteServer has logged that the server is gone
+                if not is_lost:  # RemoteServer logs a lost server itself
                     self._log_trouble(search.last_trouble)
             except OtherContractError as error:
-                # The server has another contract or model, e.g. during a rolling update: drop its
-                # answer, and call another server.
+                # The server has another contract or model, e.g. during a rolling update. Drop its
+                # answer, send it no more requests until a new handshake succeeds, and call another
+                # server.
                 server.leave_out(error.text)
                 search.note_trouble(time.monotonic())
                 search.last_trouble = str(error)
@@ -283,7 +299,8 @@ class ServerPool:
             await self._wait_for_first_handshakes()
             now = time.monotonic()
             self._start_due_handshakes(now, search)
-            # Once a request's time to wait is over, it tries only servers that have not failed it.
+            # Once the time that a request may wait is over, it tries only servers that have not
+            # failed it.
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 server
@@ -304,7 +321,7 @@ class ServerPool:
             await self._wait_for_change(now, search)
 
     async def _wait_for_first_handshakes(self) -> None:
-        """Wait for the first handshake with every server; if it fails, the next call tries again.
+        """Wait for the first handshakes with all servers; if they fail, the next call tries again.
 
         All requests that arrive meanwhile wait for the same task, so cancelling one of the requests
         must not cancel the task.
@@ -326,17 +343,22 @@ class ServerPool:
         await asyncio.wait([server.start_handshake() for server in self._servers])
         clash = self._find_clash()
         if clash is not None:
-            # It is unknown which contract is right, so the next request compares them again.
+            # It is unknown which of the different contracts is right, so the next request compares
+            # again.
             for server in self._servers:
                 server.forget()
             raise clash
         self._has_compared_servers = True
 
     def _find_clash(self) -> ServingError | None:
-        """Return an error if contracts differ, and no reward has decided yet which one is right."""
+        """Return an error if the servers' contracts differ; None if they agree.
+
+        Once a reward has decided which contract is right, this is not an error any more.
+        """
         if self._contract_check.is_bound:
             return None
-        # A server with another model than the expected one does not count as a disagreement.
+        # A server whose fingerprint is not the expected one is unusable by itself, so its contract
+        # is not compared with the others.
         faults = [
             server.fault
             for server in self._servers
@@ -348,8 +370,8 @@ class ServerPool:
     def _start_due_handshakes(self, now: float, search: _Search) -> None:
         """Start handshakes with unavailable servers whose pause is over.
 
-        If no server is ready, also start those that ``search`` needs before it may give up, because
-        every server must have been tried again.
+        If no server is ready, also start handshakes with the servers that the request of ``search``
+        must try again before it gives up.
         """
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
@@ -360,8 +382,8 @@ class ServerPool:
     def _give_up_if_hopeless(self, search: _Search) -> None:
         """Raise ServingError if no server can become available, so that waiting is useless.
 
-        This is so if every server was tried since the request began, and each has a fault that
-        waiting does not fix, e.g. another contract.
+        Waiting is useless if every server was tried since the request began, and each has a fault
+        that waiting does not fix, e.g. another contract.
         """
         faults = [
             str(server.fault)
@@ -376,17 +398,16 @@ class ServerPool:
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
-        """Return the time since which each server must have been tried before ``search`` gives up.
+        """Return the time since which each server must have been tried before a request gives up.
 
-        It is the end of the time to wait if the request has waited, otherwise the start of the
-        request.
+        It is the moment when the request's waiting time ended, or its start if it did not wait.
         """
         ends = self._patience_ends(search, now)
         was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
         return ends if was_patient else search.began
 
     def _give_up_if_over(self, search: _Search, now: float) -> None:
-        # Every server is tried once more after the time to wait has ended, so that a request still
+        # Every server is tried once more after the waiting time has ended, so that a request still
         # succeeds if a server came back at the last moment.
         was_each_tried = all(
             server.limit is not None
@@ -408,7 +429,10 @@ class ServerPool:
         raise NoServerError(trouble, advice)
 
     async def _wait_for_change(self, now: float, search: _Search) -> None:
-        """Sleep at most 1 s, until a handshake, a server's pause or the request's patience ends."""
+        """Sleep until a handshake, a server's pause or the request's time to wait ends.
+
+        It sleeps at most 1 s.
+        """
         moments = [server.again_at for server in self._servers if server.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)

@@ -15,7 +15,7 @@ from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# vLLM batches the requests that wait, so one request at a time would take far longer.
+# Most requests in flight. vLLM batches concurrent requests, so one at a time would be far slower.
 _MOST_CONCURRENT = 16
 
 
@@ -29,13 +29,13 @@ class PostingAddress:
 
     @property
     def name(self) -> str:
-        """The URL for messages, without a password."""
+        """The URL for error messages, with a password in it hidden."""
         return hide_password(self.url)
 
 
 @dataclass(frozen=True)
 class JsonAnswer:
-    """An HTTP status, and the body: the parsed value if it is JSON, otherwise its text."""
+    """An answer: its HTTP status, and its body as parsed JSON, or as text if it is not JSON."""
 
     status: int
     body: Any

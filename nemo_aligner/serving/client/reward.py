@@ -43,12 +43,13 @@ class RewardClient(ServerClient[ServerPool]):
     has tools and documents. The server writes conversations in the model's chat template.
 
     A call is split into requests, which are sent concurrently, each to the least busy server. A
-    server that is gone is left out and tried again later. The client is safe to use from several
-    threads.
+    server that is gone gets no requests for a while, and is tried again later. The client is safe
+    to use from several threads.
 
     All rewards of a client have the same scoring contract: ``expect`` (a contract or its hash), or
-    the contract of the first answer. A server with another contract is left out until it is
-    replaced. With ``expect_fingerprint``, a server whose model has other weights is also left out.
+    the contract of the first answer. A server with another contract gets no requests until it is
+    replaced. With ``expect_fingerprint``, the same holds for a server whose model has other
+    weights.
     """
 
     def __init__(
@@ -65,23 +66,22 @@ class RewardClient(ServerClient[ServerPool]):
         token: str | None = None,
         in_callers_loop: bool = False,
     ) -> None:
-        """Prepare the client; it connects at the first call.
+        """Store the settings; the client connects at the first call.
 
         Args:
-            url: ``http://host:port``, with a proxy's path prefix if there is one; or a list of
-                URLs of servers of the same model
+            url: ``http://host:port``, with a proxy's path prefix if there is one; or a list of URLs
+                of servers of the same model
             model_name: name of the model on the servers
-            expect: the expected scoring contract or its hash; see above
+            expect: the expected scoring contract or its hash; if None, that of the first answer
             expect_fingerprint: fingerprint of the only model whose rewards are accepted
             timeout_s: deadline of one call, including retries, in seconds
             wait_s: how long to wait for a server that is still starting, in seconds
             retry_s: how long to wait for a server that has answered before and is gone, in seconds
             max_connections: most concurrent requests per server
             token: the servers' bearer token, if they require one
-            in_callers_loop: run asyncio methods in the calling event loop, which must always be
-                the same one, instead of a thread. It saves two hand-overs between threads per
-                request. Call only the asyncio methods of such a client, and close it with
-                ``aclose``
+            in_callers_loop: run asyncio methods in the calling event loop, which must always be the
+                same one, instead of a thread. It saves two hand-overs between threads per request.
+                Call only the asyncio methods of such a client, and close it with ``aclose``
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
@@ -107,7 +107,7 @@ class RewardClient(ServerClient[ServerPool]):
 
     @property
     def fingerprint(self) -> str | None:
-        """Model fingerprint of the latest answer; None before the first, or if it has none.
+        """Model fingerprint of the latest answer; None before the first answer, or if it has none.
 
         ``contract()`` queries a server, too, so it updates the fingerprint.
         """
@@ -129,7 +129,7 @@ class RewardClient(ServerClient[ServerPool]):
         """Score N samples: rewards with NaN for rejected samples, and the reasons.
 
         Raises:
-            ServingError: like ``score``.
+            ServingError: for the reasons that ``score`` lists.
         """
         return self._wait(self._submit(self._collect, *_prepare_split(texts), on_error))
 
@@ -139,7 +139,8 @@ class RewardClient(ServerClient[ServerPool]):
         """Score N token sequences unchanged: rewards ``[N, A]`` float32.
 
         Raises:
-            ServingError: like ``score``; an empty sequence is rejected before it is sent.
+            ServingError: for the reasons that ``score`` lists, or a sequence is empty; the client
+                does not send an empty sequence.
             TypeError: ``token_lists`` is not a list of lists.
         """
         return self._wait(self.score_tokens_future(token_lists, on_error=on_error))
@@ -147,28 +148,32 @@ class RewardClient(ServerClient[ServerPool]):
     def score_future(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score``, but return at once; the future has the rewards."""
+        """Score N samples without waiting; the future has the rewards ``[N, A]`` float32."""
         return self._submit(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score_tokens``, but return at once; the future has the rewards."""
+        """Score N token sequences without waiting.
+
+        The future has the rewards ``[N, A]`` float32.
+        """
         rows = token_rows(token_lists)
         return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Like ``score``, as a coroutine."""
+        """Score N samples, as a coroutine: rewards ``[N, A]`` float32."""
         return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, as a coroutine; with ``on_error="raise"`` a rejected sample raises.
+        """Score N samples, as a coroutine: rewards, and the reasons for rejected samples.
 
-        With ``is_probe``, the servers neither count the samples nor use them for statistics.
+        With ``on_error="raise"``, a rejected sample raises. With ``is_probe``, the servers neither
+        count the samples nor use them for statistics.
         """
         return await self._run(self._collect, *_prepare_split(texts), on_error, is_probe)
 
@@ -179,31 +184,37 @@ class RewardClient(ServerClient[ServerPool]):
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        """Like ``score_rows_async``, for N token sequences, which are scored unchanged."""
+        """Score N token sequences, as a coroutine: rewards, and reasons for rejected sequences."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
         return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
-        """Like ``contract``, as a coroutine."""
+        """Fetch the scoring contract of the servers, as a coroutine."""
         return await self._run(ServerPool.fetch_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:
-        """Fetch what the servers' chat template writes after a reply; None if unknown."""
+        """Fetch the text that the servers' chat template writes after a reply.
+
+        None if it writes none, or the server does not publish it.
+        """
         return await self._run(ServerPool.fetch_turn_end)
 
     async def sample_frame_async(self) -> SampleFrame | None:
-        """Fetch what the servers' chat template writes around a sample; None if unknown."""
+        """Fetch the text that the servers' chat template writes before and after a sample.
+
+        None if there is no chat template, or the server does not publish it.
+        """
         return await self._run(ServerPool.fetch_sample_frame)
 
     async def probe_async(self) -> dict[str, str | None]:
-        """Map the URL of each server to the reason why it gives no rewards now, or to None."""
+        """Check all servers: map each URL to why it gives no rewards now, or to None if it does."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
-        """Map the URL of each server to its counts since its start, by name.
+        """Fetch counts (e.g. of requests) since each server's start: server URL -> name -> count.
 
-        None if the server does not answer; empty if it publishes no counts.
+        The inner dict is None if the server does not answer, and empty if it publishes no counts.
         """
         return await self._run(ServerPool.fetch_statistics)
 
@@ -231,14 +242,14 @@ def _prepare_split(texts: Sequence[Text]) -> tuple[int, Split]:
     return len(rows), partial(split_texts, rows)
 
 
-# Splitting a call of any size into requests that servers accept.
+# The functions below split a call of any size into requests that the servers accept.
 
 Encode = Callable[[Sequence[Any]], Tensors]
 
 
 @dataclass(frozen=True)
 class PartialRequest:
-    """Some rows of a call that are sent together; ``rows`` are their indices in ``items``.
+    """Some samples of a call that are sent in one request; ``rows`` are their indices in ``items``.
 
     Rows are encoded only when the request is sent, so that a call of millions of samples has few
     encoded samples in memory.
@@ -250,11 +261,11 @@ class PartialRequest:
 
     @property
     def inputs(self) -> Tensors:
-        """Encode the tensors of the request."""
+        """Encode this request's samples as tensors."""
         return self.encode([self.items[row] for row in self.rows])
 
     def select(self, rows: list[int]) -> PartialRequest:
-        """Return a request with only ``rows``, a part of this request's indices in ``items``."""
+        """Return a smaller request; ``rows`` are some of this request's indices in ``items``."""
         return replace(self, rows=rows)
 
     def split(self, size: int) -> list[PartialRequest]:
@@ -264,7 +275,7 @@ class PartialRequest:
 
 def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
     """Split samples into requests of at most ``limit`` raw texts or conversations."""
-    # A request has only one form, so raw texts and conversations are sent separately.
+    # One request has either raw texts or conversations, so the two are sent separately.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     return [
@@ -274,7 +285,7 @@ def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
 
 
 def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the rows of a call for token sequences.
+    """Check token sequences, and return each one as a row of the call.
 
     Raises:
         TypeError: ``token_lists`` is not a list of lists.
@@ -299,7 +310,7 @@ def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[Parti
 def _has_length(ids: object) -> bool:
     try:
         len(ids)  # type: ignore[arg-type]
-    except TypeError:  # a number, or a 0-dimensional tensor, whose __len__ raises
+    except TypeError:  # TypeError: a number, or a 0-dimensional tensor, whose __len__ raises
         return False
     return True
 
@@ -308,19 +319,23 @@ def _split_rows(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-# Collecting the rewards of a call in the caller's order, and the errors of rejected rows.
+# RowCollector puts the rewards of a call in the caller's order, and records why rows were rejected.
 
 # Most rows of a request. Larger requests gain nothing, because the server merges waiting requests;
 # and a rejected or lost request is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# Errors while encoding a row: a value that JSON does not have, half of a surrogate pair, or lists
-# that are nested too deeply.
+# Errors while encoding a row: a value that JSON does not have, half of a surrogate pair (invalid
+# Unicode), or lists that are nested too deeply.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
 class RowCollector:
-    """Collects the rewards of one call; ``on_error`` decides what happens to rejected rows."""
+    """Collects the rewards of one call.
+
+    ``on_error`` decides about a rejected row: "raise" raises its error, "nan" sets its reward to
+    NaN.
+    """
 
     def __init__(self, pool: ServerPool, on_error: OnError, is_probe: bool = False) -> None:
         self._pool, self._is_probe = pool, is_probe
@@ -368,7 +383,8 @@ class RowCollector:
     def _place_output(self, name: str, total: int) -> np.ndarray | None:
         """Arrange the rows of output ``name`` in the caller's order: ``[total, ...]``.
 
-        Rows without the output get NaN (None for ``steps``). Return None if no row has the output.
+        A row without the output gets NaN (None for ``steps``). Return None if no row has the
+        output.
         """
         rows = self._outputs[name]
         if not rows:
@@ -401,7 +417,7 @@ class RowCollector:
                 scored = await self._pool.infer(
                     encode_request(part), len(part.rows), self._is_probe
                 )
-            except TooManyRowsError as error:  # the call was split for a server with a higher limit
+            except TooManyRowsError as error:  # a server with a lower limit answers now
                 await _run_all(self._score(piece) for piece in part.split(error.limit))
                 return
             except RefusedError as refusal:
@@ -428,17 +444,19 @@ class RowCollector:
     def _set_row_aside(
         self, part: PartialRequest, place: int, refusal: RefusedError
     ) -> PartialRequest:
-        # A refusal has the row's number in the request; the caller needs its number in the call.
+        # A refusal names the row by its index in the request; the caller needs its index in the
+        # call.
         row = part.rows[place]
-        # A server also names a row whose reward is not finite, but then the model is at fault.
+        # If the reward of a row is not finite, the server also names the row. But then the model is
+        # at fault, so the row is not skipped, and the call fails.
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.select([other for other in part.rows if other != row])
 
     async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """Find the bad rows if a refusal does not name them, by sending the request in halves."""
-        # A request of several rows that is too large is split further, and does not fail.
+        """Find rows that a server rejects without naming them, by sending the request in halves."""
+        # A request that has too many bytes is split even if rejected rows must raise.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
@@ -459,9 +477,9 @@ def encode_request(part: PartialRequest) -> Tensors:
     """
     try:
         return part.inputs
-    except DataError as error:  # its message names the row
+    except DataError as error:  # a DataError already names the row
         raise RefusedError("client", 400, str(error)) from error
-    except _UNSENDABLE:  # e.g. half of a surrogate pair; find the row that has it
+    except _UNSENDABLE:  # e.g. half of a surrogate pair (invalid Unicode); find the row that has it
         for place, row in enumerate(part.rows):
             try:
                 _ = part.select([row]).inputs

@@ -24,14 +24,18 @@ from nemo_aligner.utils.console import Counter
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
 
 _log = logging.getLogger(__name__)
-_QUERIES = 16  # samples per request to ``/get_reward``
+_QUERIES = 16  # most samples per request to ``/get_reward``
 
 
 class ServedScorer:
     """Scores on reward model servers of this package, over KServe."""
 
     def __init__(self, client: RewardClient) -> None:
-        """Raise ServingError if no server answers, or the server has no scoring contract."""
+        """Fetch the scoring contract, whose attributes name the columns of the rewards.
+
+        Raises:
+            ServingError: no server answers, or the server publishes no contract.
+        """
         self._client = client
         self.contract = client.contract()
 
@@ -45,7 +49,7 @@ class ServedScorer:
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
-        # If every sample was rejected, the client never learned the number of attributes.
+        # If the server rejected every sample, the client does not know the number of attributes.
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 
@@ -58,8 +62,8 @@ class ServedScorer:
 class VllmScorer:
     """Scores with ``/classify`` of vLLM (tested with 0.32), or of a server of this package.
 
-    ``attributes`` names the numbers in an answer, in their order. Each sample is a request of its
-    own, because vLLM rejects a whole request for one bad sample.
+    ``attributes`` names the numbers in an answer, in their order. Each sample is sent in a separate
+    request, because vLLM rejects a whole request for one bad sample.
     """
 
     address: PostingAddress
@@ -119,7 +123,7 @@ class QueryScorer:
     contract: None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if there are several attributes."""
+        """Raise ConfigError if there are several attributes: ``/get_reward`` answers one number."""
         if len(self.attributes) != 1:
             raise ConfigError(
                 f"source.attribute_weights: got {len(self.attributes)} names, wanted one or none: "
@@ -148,14 +152,14 @@ class QueryScorer:
     def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
-        """Send queries, and enter the reward or error of each one under the number of its row.
+        """Send queries, and write each one's reward to ``rewards``, or its error to ``errors``.
 
         The queries of a rejected request are sent again one by one.
 
         Args:
             queries: row number -> raw text.
-            rewards: ``[N, 1]`` array that is filled in.
-            errors: dict from row number to reason that is filled in.
+            rewards: ``[N, 1]`` array to be filled in.
+            errors: dict to be filled in: row number -> reason of the rejection.
             size: queries per request.
         """
         chunks = [[*queries][start : start + size] for start in range(0, len(queries), size)]
@@ -173,7 +177,7 @@ class QueryScorer:
             self._send_queries(rejected, rewards, errors, 1)
 
     def _write(self, sample: Text) -> str:
-        """Write a sample in the policy's chat template, like OpenRLHF's trainer."""
+        """Write a sample as text in the policy's chat template, like OpenRLHF's trainer does."""
         tokenizer = self.tokenizer
         if isinstance(sample, str):
             return sample
@@ -189,7 +193,8 @@ class QueryScorer:
         rewards = _read_numbers(self.address, answer, lambda body: body["rewards"])
         if len(rewards) != count:
             raise ServingError(
-                f"{self.address.name}: got {len(rewards)} rewards for {count} samples"
+                f"{self.address.name}: got {len(rewards)} rewards for {count} samples, wanted one "
+                "for each sample"
             )
         return rewards
 
@@ -212,7 +217,10 @@ def _build_scored(rewards: np.ndarray, errors: dict[int, str], on_error: OnError
 
 
 def _read_numbers(address: PostingAddress, answer: JsonAnswer, read: Any) -> list[float]:
-    """Return the numbers that ``read`` extracts from the body of a successful answer."""
+    """Extract the numbers from a successful answer's body with ``read``.
+
+    Raise ServingError if it fails.
+    """
     if answer.status != 200 or not isinstance(answer.body, Mapping):
         raise _build_error(address, answer)
     try:

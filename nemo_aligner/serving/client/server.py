@@ -1,9 +1,9 @@
-"""One server of a client: its requests over KServe v2, and whether it may get requests now.
+"""``RemoteServer``, one server of a client: it sends requests over KServe v2, and tracks failures.
 
 A server gets requests for rewards after a handshake, which checks that its model is ready, reads
-its limit of rows, and compares its scoring contract. After a failed request it gets none for 0.1 to
-1.5 seconds, or for as long as its ``Retry-After`` header says. If it was unreachable, it needs a
-new handshake, because another server may have taken its place.
+its limit of rows, and compares its scoring contract. After a failed request it gets none during a
+pause of 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says. If it was
+unreachable, it needs a new handshake, because another server may run there now.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FOREIGN = (
     "this is not a KServe server, or it requires a token "
     "(docs/protocols.md lists the clients of other protocols)"
 )
-# Triton's messages for a body that it cannot parse: a 500, before the model sees the request.
+# Triton's errors (status 500) for a body that it cannot parse; the model has not seen it.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
 
 
@@ -69,13 +69,13 @@ def new_session(token: str | None) -> aiohttp.ClientSession:
 
 
 class RemoteServer:
-    """A server, identified by its URL and the name of its model; see the module's docstring.
+    """A server, identified by its URL and the name of its model, and whether it may get requests.
 
     Attributes:
         url: the URL for messages, without a password.
         limit: most rows of a request; None until a handshake has succeeded.
-        fault: why the server is left out, if waiting does not help, e.g. another contract.
-        trouble: why the server is left out, for messages.
+        fault: why it gets no requests, if waiting does not help, e.g. another contract; else None.
+        trouble: why the server gets no requests now, for messages; empty if it has not failed.
         is_foreign: the last handshake was answered by a server of another protocol.
         tried_at: end of the last handshake, in seconds of ``time.monotonic``.
         handshake: the running handshake; None if none runs.
@@ -102,7 +102,7 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # True while the log says that the server is left out; then its return is also logged.
+        # True while the log says that the server gets no requests; then its return is logged, too.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -113,7 +113,7 @@ class RemoteServer:
         return self.limit is not None and now >= self.again_at
 
     def is_full(self, now: float) -> bool:
-        """Tell whether the server is full and its ``Retry-After`` has not passed yet."""
+        """Tell whether the server is full: the pause of its ``Retry-After`` is not over."""
         return self.limit is not None and self._has_retry_after and now < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
@@ -132,7 +132,7 @@ class RemoteServer:
             self.start_handshake()
 
     def leave_out(self, reason: str) -> None:
-        """Send the server no requests until a new handshake has succeeded."""
+        """Send no requests before a new handshake has succeeded; messages show ``reason``."""
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
@@ -141,17 +141,17 @@ class RemoteServer:
         self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Send a request for rewards, and return the output tensors; a probe is not counted.
+        """Send a request for rewards, and return the outputs; the server does not count a probe.
 
         Raises:
             RefusedError: the server rejected the request.
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         with self._tracking_request():
             try:
                 return await self._infer(self._model_name, inputs, None, is_probe)
             except RefusedError as error:
-                if error.status == 404:  # the server was restarted, and its model is still loading
+                if error.status == 404:  # the server has restarted and loads its model
                     raise UnavailableError(error.message) from error
                 raise
 
@@ -160,16 +160,16 @@ class RemoteServer:
 
         Raises:
             ServingError: the server publishes no contract that can be read.
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         with self._tracking_request():
             return await self._fetch_contract(HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
-        """Fetch what the chat template writes after a reply; None if it writes nothing.
+        """Fetch the text that the chat template writes after a reply; None if none is published.
 
         Raises:
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         return await self._read_template_part(
             "turn_end",
@@ -179,10 +179,10 @@ class RemoteServer:
         )
 
     async def sample_frame(self) -> SampleFrame | None:
-        """Fetch what the chat template writes around a sample; None if there is no template.
+        """Fetch the text that the chat template writes around a sample; None if none is published.
 
         Raises:
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         return await self._read_template_part(
             "sample_frame",
@@ -194,7 +194,7 @@ class RemoteServer:
     async def _read_template_part(
         self, name: str, from_dict: Callable[[Any], T], if_missing: str
     ) -> T | None:
-        """Fetch ``turn_end`` or ``sample_frame`` (``name``); if missing, warn and return None."""
+        """Fetch the published value ``name``; if there is none, log ``if_missing``, return None."""
         with self._tracking_request():
             try:
                 outputs = await self._fetch_publication(HANDSHAKE_S)
@@ -208,7 +208,7 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Return why the server gives no rewards now, and leave it out; None if it gives them."""
+        """Return why the server gives no rewards now, and stop using it; None if it gives them."""
         try:
             with self._tracking_request():
                 await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -225,7 +225,7 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """Fetch counts since the server's start; empty if it publishes none, None if no answer."""
+        """Fetch counts since the server's start; empty if it has none, None if no answer."""
         try:
             with self._tracking_request():
                 outputs = await self._fetch_publication(_PROBE_S)
@@ -237,12 +237,12 @@ class RemoteServer:
 
     @contextmanager
     def _tracking_request(self) -> Iterator[None]:
-        """Count a request as in flight, and leave the server out if there is no answer."""
+        """Count a request as in flight; if it gets no answer, start the pause without requests."""
         self.in_flight += 1
         try:
             yield
         except UnavailableError as error:
-            # If many requests are lost at once, only the first one lengthens the pause.
+            # If many requests are lost at once, only the first one starts the pause or doubles it.
             if self.is_ready(time.monotonic()):
                 self._back_off(error)
                 if self.limit is None and not self._is_missed:
@@ -259,7 +259,7 @@ class RemoteServer:
                 logger.warning("%s: it answers again", self.name)
 
     async def _fetch_publication(self, timeout_s: float) -> Tensors:
-        """Fetch all that the server publishes: contract, turn end, sample frame and statistics."""
+        """Fetch contract, statistics, and the template's end of a turn and frame of a sample."""
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
         return await self._infer(kserve.CONTRACT_MODEL_NAME, inputs, timeout_s)
 
@@ -306,7 +306,7 @@ class RemoteServer:
             self._back_off(UnavailableError(reason))
         elif _is_unauthorized(error):
             self._set_fault(error)
-        else:  # the model is still loading
+        else:  # the model is still loading; try again later
             reason = f"{self._model_name} is not ready: {error.message}{advice}"
             self._back_off(UnavailableError(reason))
 
@@ -322,7 +322,8 @@ class RemoteServer:
         except ServingError as error:
             if self._reads_contract or isinstance(error, UnavailableError):
                 raise
-            # The contract of a newer version cannot be parsed, but each reward carries its hash.
+            # This version cannot parse the contract of a newer one, but each reward carries its
+            # hash.
             return
         self._contract_check.check_published(self.name, contract, fingerprint)
 
@@ -334,24 +335,24 @@ class RemoteServer:
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # A NeMo-Aligner server has no contract. A server of this package has one, but may still
-            # be loading the endpoint.
+            # NVIDIA's NeMo-Aligner has no contract. A server of this package may still be loading
+            # it.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
             return None, None
 
     def _set_fault(self, error: ServingError) -> None:
-        """Leave the server out for a fault that waiting does not fix; log each fault once."""
+        """Send no more requests, because of a fault that waiting does not fix; log it once."""
         previous = self.fault
         self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
         if str(previous) != str(error):
             self._is_missed = True
-            logger.warning("%s; it gets no requests until this is fixed", error)
+            logger.warning("%s; this server gets no requests until the problem is fixed", error)
 
     def _back_off(self, error: UnavailableError) -> None:
-        """Leave the server out for a pause, which doubles with each failure up to one second."""
+        """Start a pause without requests; it doubles with each failure up to one second."""
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
         self._has_retry_after = error.retry_after_s is not None
@@ -387,8 +388,8 @@ class RemoteServer:
             async with self._session.request(
                 method,
                 f"{self._url}/v2/{path}",
-                # aiohttp warns about large bytes objects, which block the loop. A stream does not
-                # block it.
+                # aiohttp warns about large bytes objects, because sending them blocks the event
+                # loop. It sends a stream in pieces, without blocking.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
@@ -414,7 +415,7 @@ class RemoteServer:
         if message is None and answer and status in _FOREIGN_STATUSES:
             return RefusedError(self.name, status, text, is_foreign=True)
         if message is not None and _UNPARSED.match(message):
-            # This client sends valid JSON, so a proxy must have changed it.
+            # This client sends valid JSON, so a proxy must have changed the body.
             text = f"Triton could not parse the request as it arrived, after any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
@@ -430,7 +431,7 @@ def _read_error(answer: bytes) -> str | None:
         message = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return message if isinstance(message, str) else None  # vLLM's error is no string
+    return message if isinstance(message, str) else None  # vLLM's error is a dict, not a string
 
 
 def _create_socket(address: Any) -> socket.socket:
@@ -447,8 +448,8 @@ def _create_socket(address: Any) -> socket.socket:
     return connection
 
 
-# All rewards of a client have the same scoring contract: the expected one, or the one of the first
-# reward.
+# ContractCheck below requires that all rewards of a client have the same scoring contract: the
+# expected one, or that of the first reward.
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -491,7 +492,7 @@ class ContractCheck:
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Raise ConfigError if ``expect`` is no contract or hash, or the fingerprint is invalid."""
+        """Store what is expected; ConfigError if that is no contract, hash or fingerprint."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
@@ -508,12 +509,12 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether it is decided which contract servers must have, or that they have none."""
+        """Tell whether ``expect`` or the first reward has decided which contract is right."""
         return self._expected is not None
 
     @property
     def missing(self) -> str | None:
-        """Describe why a server that publishes no contract is rejected; None if it is accepted."""
+        """Return why a server that publishes no contract is rejected; None if it is accepted."""
         if self._expected is not None and self._expected.hash is not None:
             return "got the scoring contract (none), wanted one"
         expected = self.fingerprints.expected
@@ -532,7 +533,7 @@ class ContractCheck:
     def check_published(
         self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and model fingerprint that a server publishes; None if it has none.
+        """Check the contract and model fingerprint that a server publishes; None stands for none.
 
         Raises:
             OtherContractError: the contract or the model is not the expected one, or the contract
@@ -542,8 +543,8 @@ class ContractCheck:
             contract.hash if contract is not None else None, contract, server
         )
         self.withdraw(server)
-        # The fingerprint is checked first: the contract of a wrong model must not be compared with
-        # those of other servers.
+        # A server with a wrong model is rejected here, before its contract is compared with those
+        # of other servers.
         self.check_fingerprint(server, fingerprint)
         # Before the first reward it is unknown which server is right: compare with all others.
         expected = self._published.values() if self._expected is None else [self._expected]
@@ -556,7 +557,7 @@ class ContractCheck:
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check contract and model of a reward; the first reward binds the client to its contract.
+        """Check the contract and model of a reward; the first one decides about all later ones.
 
         ``columns`` is the number of attributes of the reward.
 

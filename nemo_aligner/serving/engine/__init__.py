@@ -1,6 +1,6 @@
 """The engine: from token ids in a queue to rewards, on all ranks.
 
-A row passes these files in this order:
+A row (one sample) passes these files in this order:
 
 ``rows.py``           ``Row``: token ids of one sample, and the positions to read
 ``batcher.py``        merges rows of waiting requests into calls of the model, oldest first

@@ -1,4 +1,4 @@
-"""Continuous batching: waiting rows are computed as soon as the model is free, oldest first."""
+"""Continuous batching: waiting rows (samples) are computed as soon as the model is free."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ T = TypeVar("T")
 Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
 """Starts to compute N rows, and returns the future of N arrays; calls run one after another."""
 
-# Most calls at a time: one that runs, and one that is ready to follow it.
+# Most calls of the model at a time: one that runs, and one that is ready to follow it.
 _MOST_CALLS = 2
-# The oldest rows with this many times the tokens of a call are considered for it: shared prefixes
-# count once, so more rows may fit than the sum of their lengths suggests.
+# Rows considered for a call: the oldest ones, up to this many times the tokens of a call. Shared
+# prefixes count once, so more rows may fit than the sum of their lengths suggests.
 _LOOK_AHEAD = 8
-# The next call waits for this fraction of the last call's duration, so that the senders of the last
-# call's rows can send new ones.
+# Before the next call, wait for at most this fraction of the last call's duration, so that the
+# clients that just got answers can send new requests.
 _GATHER = 0.05
 
 
 class _Request:
-    """Rows that were submitted together, the results so far, and the future of all results."""
+    """The rows of one request, their results so far, and the future of all results."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
         self.results: list[Any] = [None] * len(rows)
         self.num_missing = len(rows)
-        self.num_taken = 0  # number of rows, from the first on, that calls have taken
-        self.is_over = False  # True once it has its answer or error, or was cancelled
+        self.num_taken = 0  # the request's first num_taken rows are in a call, or already computed
+        self.is_over = False  # True once the request has its answer or error, or was cancelled
         self.answer: Future[list[np.ndarray]] = Future()
         self.came = time.monotonic()
 
@@ -65,12 +65,12 @@ class _Call:
         self.begun = time.monotonic()
 
     def cancel_if_unneeded(self) -> None:
-        """Cancel the call if nobody waits for its rows; a running one is not cancelled."""
+        """Cancel the call if nobody waits for its rows any more; a running call continues."""
         if all(request.is_over for request, _ in self.rows):
             self.outputs.cancel()
 
     def read_outputs(self) -> list[np.ndarray]:
-        """Return the array of each row, once the call has ended.
+        """Return the output array of each row; the call must have ended.
 
         Raises:
             ServingError: the model returned a wrong number of arrays. An exception of the call
@@ -93,9 +93,9 @@ class Batcher:
     may be computed in several calls, and a call may have rows of many requests.
 
     While a call runs, the next one is prepared if it is full. If it is not full, it waits for more
-    rows until the model is free. It waits a moment longer if many rows were just answered: their
-    senders send new requests one by one, and without the wait, the first of these requests would
-    get a call of its own while all others wait.
+    rows until the model is free. If many rows were just answered, it waits a moment longer: their
+    clients send new requests one after the other. Without the wait, the first of these requests
+    would be computed alone while all others wait.
 
     A request whose future is cancelled leaves the queue; a running call continues.
     """
@@ -107,7 +107,10 @@ class Batcher:
         meter: Meter | None = None,
         max_call_secs: float = 0.0,
     ) -> None:
-        """Start the thread; with ``max_call_secs`` 0, only tokens limit a call."""
+        """Start the batcher's thread.
+
+        With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call.
+        """
         self._execute = execute
         self._meter = meter or Meter()
         self._pace = ModelPace(max_call_secs, tokens_per_call)
@@ -120,7 +123,7 @@ class Batcher:
         self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
-        # The condition that the thread waits for.
+        # The batcher's thread sleeps until this condition holds.
         self._awaited: Callable[[], bool] = self._has_work
         self._thread = Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
@@ -158,7 +161,10 @@ class Batcher:
         self._thread.join()
 
     def _drop(self, request: _Request, answer: Future[list[np.ndarray]]) -> None:
-        """Remove a cancelled request from the queue, and from a call that has not begun."""
+        """Remove a request whose future was cancelled.
+
+        Cancel a call that has not begun if no request needs it.
+        """
         if not answer.cancelled():
             return
         with self._changed:
@@ -208,7 +214,7 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Give the last call's senders a moment to send new requests.
+        """Wait a moment, so that the clients that just got answers can send new requests.
 
         The wait is at most a twentieth of the last call's duration.
         """
@@ -232,7 +238,8 @@ class Batcher:
             oldest = list(self._oldest_rows(_LOOK_AHEAD * budget))
         count = count_fitting([queued.row.ids for queued in oldest], budget)
         with self._changed:
-            # Requests may have been cancelled or have failed since the lock was released.
+            # While the lock was released, requests may have been cancelled or have failed; skip
+            # their rows.
             taken = [queued for queued in oldest[:count] if not queued.request.is_over]
             for request, number in taken:
                 request.num_taken += 1
@@ -268,17 +275,17 @@ class Batcher:
         with self._changed:
             self._calls.append(call)
         outputs.add_done_callback(lambda _: self._finish(call))
-        call.cancel_if_unneeded()  # its requests may have been cancelled while it was prepared
+        call.cancel_if_unneeded()  # its requests may be cancelled already
 
     def _finish(self, call: _Call) -> None:
-        """Pass the outputs of an ended call to its requests; the thread that ended it runs this."""
+        """Pass the outputs of an ended call to its requests; called in the thread that ended it."""
         with self._changed:
             self._calls.remove(call)
             self._notify()
             if call.outputs.cancelled():
                 return
-            # While this is above 0, the batcher is not idle, so close() waits for the answers or
-            # retries.
+            # While this is above 0, close() waits, so that it does not return before the answers
+            # are set, or the failed requests are tried again.
             self._num_finishing += 1
             seconds = self._measure(call)
         try:
@@ -290,21 +297,21 @@ class Batcher:
 
     def _pass_outputs(self, call: _Call, seconds: float) -> None:
         """Pass the outputs of a call that took ``seconds``, or its error, to the requests."""
-        # No caller sees an exception of this thread, so each one must become the error of the
-        # requests, which would otherwise wait forever.
+        # This runs in a callback, where no caller sees an exception. So every exception must become
+        # the error of the requests, which would otherwise wait forever.
         try:
             arrays = call.read_outputs()
         except BaseException as error:
             self._fail(call, error)
             return
-        # A failed call ends early, so it tells nothing about the pace of others.
+        # A failed call ends early, so its time says nothing about the model's speed.
         if self._pace.needs(seconds):
             self._pace.add(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
         self._set_results(call, arrays)
 
     def _measure(self, call: _Call) -> float:
-        """Count a call that has ended, and return the seconds that the model took."""
-        # A call that was prepared during another one begins when that one has ended.
+        """Add an ended call to the statistics, and return the seconds that the model took."""
+        # The call may have been prepared while another one ran; then it began when that one ended.
         started = max(call.begun, self._last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
         self._last_seconds = self._last_end - call.begun
@@ -323,8 +330,8 @@ class Batcher:
                     request.is_over = True
                     complete.append(request)
         for request in complete:
-            # The condition is False if the request was cancelled meanwhile; a request for which it
-            # is True can no longer be cancelled.
+            # set_running_or_notify_cancel returns False if the request was cancelled meanwhile. If
+            # it returns True, the request can no longer be cancelled.
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_result(request.results)
 
@@ -349,10 +356,10 @@ class Batcher:
                 request.answer.set_exception(error)
 
 
-# Counts of requests and calls.
+# Meter below counts requests and calls of the model, for the log and for /metrics.
 
-# Most latencies that are kept: each log line clears them, and a server that never logs its load
-# must not keep a latency for every request.
+# Most latencies to keep. Each log line clears them, but a server may never log its load, and must
+# not keep a latency for every request.
 _MOST_SECONDS = 10_000
 
 
@@ -391,7 +398,7 @@ class Meter:
         self._totals = _Totals()
 
     def count_answer(self, seconds: float, rows: int, tokens: int) -> None:
-        """Count a request that was answered after ``seconds`` with rewards for ``rows`` rows."""
+        """Count an answered request of ``rows`` rows; ``seconds`` is the time since its arrival."""
         with self._lock:
             # A request without rows has not waited for the model, so its latency is not kept.
             if rows:
@@ -404,7 +411,7 @@ class Meter:
             self._totals.tokens += tokens
 
     def count_failure(self) -> None:
-        """Count a request that got an error."""
+        """Count a request that was answered with an error."""
         with self._lock:
             self._counts.num_refused += 1
             self._totals.refused_requests += 1
@@ -412,7 +419,7 @@ class Meter:
     def count_call(self, queue_seconds: float, forward_seconds: float) -> None:
         """Count a call for which the model took ``forward_seconds``.
 
-        ``queue_seconds`` is the sum of the times that its rows have waited.
+        ``queue_seconds`` is the time that a row waited for the call, summed over its rows.
         """
         with self._lock:
             self._totals.calls += 1
@@ -430,7 +437,7 @@ class Meter:
             return asdict(self._totals)
 
     def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
-        """Summarize the counts since the last line, and reset them; None if there are none."""
+        """Return a log line of the counts since the last one, and reset them; None if all are 0."""
         now = time.monotonic()
         with self._lock:
             counts, self._counts = self._counts, _Counts(now)
@@ -453,7 +460,8 @@ class Meter:
         return " | ".join(parts)
 
 
-# Shared and exclusive use of the model.
+# ReadWriteLock below lets requests for values share the model, and training and saving have it
+# alone.
 
 Begin = Callable[[], "Future[Any]"]
 """Starts work, and returns a future that is done when the work has ended."""
@@ -468,10 +476,10 @@ class _Work(NamedTuple):
 class ReadWriteLock:
     """Runs work in the order of its arrival: shared work concurrently, exclusive work by itself.
 
-    So a request for values that is partly computed is finished before the model trains, and later
-    requests wait until training has ended. Work that is cancelled before it begins is dropped.
-    Later, shared work can still be cancelled, but exclusive work continues. May be called from any
-    thread.
+    Computing values is shared work, training is exclusive. Values that are being computed are
+    finished before the model trains, and later requests wait until training has ended. Work that is
+    cancelled before it begins is dropped. After it has begun, shared work can still be cancelled,
+    but exclusive work continues. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
@@ -504,7 +512,7 @@ class ReadWriteLock:
 
     def _begin_next(self) -> None:
         while (work := self._pop_next()) is not None:
-            # From here on, exclusive work cannot be cancelled.
+            # From here on, nobody can cancel exclusive work.
             if work.is_exclusive and not work.answer.set_running_or_notify_cancel():
                 self._release()
                 continue

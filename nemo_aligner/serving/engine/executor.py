@@ -1,8 +1,8 @@
 """Run an operation on all ranks at once: rank 0 leads, and the workers follow.
 
 Two gloo groups are used in addition to the model's groups. *Work* carries the calls and has no time
-limit. *Pulse* exchanges a heartbeat every few seconds in another thread, so that all ranks notice
-within seconds if one of them has died or frozen, even during a forward pass or without requests.
+limit. *Pulse* exchanges a heartbeat every few seconds in another thread. So all ranks notice within
+seconds if one of them has died or frozen, even during a forward pass or without requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation on a device; the host may begin the next operation while it runs.
+    """An asynchronous operation on the GPU: the next one may begin while this one still runs.
 
     ``begin`` takes the operation's arguments, and is collective: every rank calls it.
     """
@@ -52,8 +52,8 @@ class RanksLostError(ServingError):
     """A rank has died or frozen, so this server cannot answer any more."""
 
 
-# Freed memory is returned to the system at most once in this many calls: calls differ in size, so
-# fragments of free memory would otherwise accumulate over days.
+# Freed memory is returned to the operating system at most once in this many calls. Without this,
+# fragments of free memory would accumulate over days, because calls differ in size.
 _CALLS_BETWEEN_TRIMS = 100
 # Interval in which rank 0 checks whether the device has finished, or another call has arrived.
 _LOOK_EVERY_SECS = 2e-4
@@ -67,8 +67,8 @@ class _Begun:
 
     Attributes:
         call: name and arguments of the operation.
-        arriving: the result; if the call could not begin, waiting for it raises the error.
-        answer: the future that the caller of ``submit`` has; None on workers.
+        arriving: the future result; if the call could not begin, reading it raises the error.
+        answer: the future that ``submit`` returned to its caller; None on workers.
     """
 
     call: _Call
@@ -93,10 +93,11 @@ class ModelRanks:
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
-        """Create the groups; collective over the default group, if there is one.
+        """Create the two gloo groups; collective over the default group, if there is one.
 
-        ``reset_cache`` is called on every rank after a call has failed on any of them, because the
-        state that operations keep between calls must be the same on all ranks.
+        ``reset_cache`` clears the state that operations keep between calls, e.g. the prefix cache.
+        It is called on every rank after a call has failed on any of them, because the state must be
+        the same on all ranks.
         """
         self._operations = dict(operations)
         self._reset_cache = reset_cache
@@ -140,16 +141,16 @@ class ModelRanks:
         """Submit an operation, and wait for its result.
 
         Raises:
-            ServingError: see ``submit``.
+            ServingError: the operation failed, or a rank is lost.
         """
         return self.submit(operation, *arguments).result()
 
     def run_leader(self, drive: Callable[[], T]) -> T:
-        """On rank 0: compute submitted calls in this thread, until ``drive`` returns in another.
+        """On rank 0: compute submitted calls in this thread until ``drive`` returns in another one.
 
         The caller must be the thread that has loaded the model. OpenMP starts helpers for every
-        thread that computes, and if there are more of them than cores, all of them sleep after
-        each operation: in another thread, a forward pass took 1.3 to 1.5 times as long.
+        thread that computes, and if there are more of them than cores, all of them sleep after each
+        operation: in another thread, a forward pass took 1.3 to 1.5 times as long.
         """
         with ThreadPoolExecutor(1, "drive") as executor:
             driving = executor.submit(drive)
@@ -159,10 +160,10 @@ class ModelRanks:
             return driving.result()
 
     def _next_call(self) -> tuple[Future[Any], _Call] | None:
-        """Wait for the next submitted call and its future; None if the leader shall stop.
+        """Wait for the next submitted call, and return it with its future.
 
-        A call in flight is ended first, unless the next call is a ``Launch`` that may begin behind
-        it.
+        None at the end of the run. A call in flight is ended first, unless the next call is a
+        ``Launch`` that may begin behind it.
         """
         while self._in_flight is not None:
             try:
@@ -200,34 +201,35 @@ class ModelRanks:
             self._pulse_thread.join()
 
     def fail(self, reason: str) -> None:
-        """Mark the ranks as lost; on a worker, end the process."""
+        """Mark the ranks as lost, so that all operations fail; on a worker, end the process."""
         if self.rank != 0:
             logger.error("rank %d exits: %s", self.rank, reason)
-            # Exit at once, because the main thread may be in a collective that never returns.
+            # Exit without cleaning up, because the main thread may be in a collective that never
+            # returns.
             os._exit(1)
         with self._lock:
             if self.failure is None:
                 self.failure = reason
             unanswered, self._open = self._open, set()
         for answer in unanswered:
-            with suppress(InvalidStateError):  # the future was cancelled
+            with suppress(InvalidStateError):  # the caller cancelled the future
                 answer.set_exception(RanksLostError(self.failure))
 
     def _compute(self, answer: Future[Any], call: _Call) -> None:
         with self._lock:
             if answer not in self._open:
-                return  # a rank was lost, and the future already has that error
+                return  # ``fail`` has already given the future the error that a rank was lost
             if not answer.set_running_or_notify_cancel():
                 self._open.remove(answer)
                 return
-        with suppress(RanksLostError):  # every waiting future already has that error
+        with suppress(RanksLostError):  # ``fail`` has already given every waiting future this error
             is_dropped = True
             while is_dropped and self.failure is None:
                 is_dropped = not self._send_and_advance(call, answer)
 
     def _end_in_flight(self) -> None:
         if self.failure is not None:
-            self._in_flight = None  # its future has an error, and the workers are not reachable
+            self._in_flight = None  # its future already has the error
             return
         with suppress(RanksLostError):
             self._send_and_advance(None, None)
@@ -245,7 +247,8 @@ class ModelRanks:
     def _advance(self, call: _Call | None, answer: Future[Any] | None = None) -> bool:
         """Begin ``call``, then end the call in flight; also end ``call`` unless it is a ``Launch``.
 
-        Every rank does this in the same order. At the end of a call, ranks exchange their errors.
+        To end a call is to wait for its result and to exchange errors with all ranks. Every rank
+        does this in the same order.
 
         Returns:
             False if the call in flight has failed, and ``call`` was therefore dropped.
@@ -267,7 +270,7 @@ class ModelRanks:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Mark the ranks as lost if a control message fails, because they are then out of step."""
+        """Mark the ranks as lost if a control message fails, because their calls then differ."""
         try:
             yield
         except Exception as error:
@@ -303,32 +306,32 @@ class ModelRanks:
             error = caught
             logger.exception("rank %d could not %s", self.rank, begun.call[0])
             self._fail_if_device_is_lost()
-        # Ranks exchange errors even if the call succeeded on this rank: it may have failed on
-        # another one, and all ranks must react in the same way.
+        # Exchange errors even if the call succeeded on this rank: it may have failed on another
+        # one, and all ranks must then reset their caches and drop the next call.
         try:
             errors = self._acknowledge(error)
         except RanksLostError:
-            return False  # every waiting future already has that error
+            return False  # ``fail`` has already given every waiting future this error
         if errors:
             self._reset_cache()
         if is_followed and 0 < len(errors) < self.world_size:
             # The other ranks have planned, and perhaps started, the next call with a prefix cache
-            # that the failed ranks have emptied.
+            # that the failed ranks have emptied, so the ranks no longer compute the same.
             self.fail(f"only some ranks could {begun.call[0]}: {'; '.join(errors)}")
         if begun.answer is not None:
             failed = ServingError("; ".join(errors)) if errors else None
             if failed is not None:
                 failed.__cause__ = error
             self._set_answer(begun.answer, result, failed)
-        # Memory is checked after the answer, so that no request waits for that: with a slow /proc,
-        # it takes a quarter of a millisecond.
+        # Memory is checked after the answer, so that no request waits for it: reading /proc takes
+        # up to a quarter of a millisecond.
         self._freed.end_step()
         return not errors
 
     def _set_answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
         with self._lock:
             if answer not in self._open:
-                return  # a rank was lost, and the future already has that error
+                return  # ``fail`` has already given the future the error that a rank was lost
             self._open.remove(answer)
         if error is None:
             answer.set_result(result)
@@ -346,8 +349,8 @@ class ModelRanks:
         local_error = None if error is None else f"{type(error).__name__}: {error}"
         if self.world_size == 1:
             return [] if local_error is None else [local_error]
-        # If only this rank has failed, the others wait for it in a collective of the model and
-        # never get here, so a timer marks the ranks as lost.
+        # If only this rank has failed, the others wait for it in a collective of the model, and
+        # never get to exchange errors. So a timer marks the ranks as lost.
         watch = threading.Timer(
             self._timeout_secs, self.fail, [f"rank {self.rank} failed alone: {local_error}"]
         )
@@ -361,7 +364,10 @@ class ModelRanks:
         return [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
 
     def _beat(self) -> None:
-        """Exchange heartbeats until rank 0 leaves; between them, workers wait in the all-reduce."""
+        """Exchange heartbeats until rank 0 stops.
+
+        Workers wait in an all-reduce for the next heartbeat.
+        """
         while True:
             leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
             try:

@@ -1,4 +1,4 @@
-"""Estimate from the model's pace how many tokens a call may have to end within the time limit."""
+"""Estimate how fast the model computes, to limit a call's tokens so that it ends in time."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from bisect import bisect_left
 from collections import deque
 from itertools import accumulate
 
-# Number of latest calls in the estimate: enough that one hiccup of the machine does not show.
+# The estimate uses this many of the latest calls: enough that a single slow call hardly counts.
 _CALLS = 16
-# Most tokens of a call before a first call was measured.
+# Most tokens of a call until the first call was measured.
 _FIRST_TOKENS = 1024
-# A call may always have this many tokens: in smaller ones the fixed costs of a call dominate.
+# The limit of a call is never below this many tokens: smaller calls take about as long, because of
+# their fixed costs.
 _LEAST_TOKENS = 512
-# While the estimate does not limit calls, only calls that take at least this fraction of the time
-# limit are measured.
+# Shorter calls than this fraction of the time limit are not measured, unless the estimate already
+# limits the number of tokens.
 _LONG = 1 / 16
 
 
 class ModelPace:
-    """Limits calls to the tokens that are expected to be computed within ``max_secs``.
+    """Limits the tokens of a call, so that the model probably computes it within ``max_secs``.
 
     The estimate is the median of the latest calls' tokens per second, weighted by their tokens,
     because a small call tells little about a large one.
@@ -35,7 +36,10 @@ class ModelPace:
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
     def needs(self, seconds: float) -> bool:
-        """Tell whether the estimate needs a call that took ``seconds``; if so, call ``add``."""
+        """Tell whether to add a call of ``seconds`` to the estimate.
+
+        Short calls are not needed while the estimate does not limit the number of tokens.
+        """
         is_limited = self.limit < self._most_tokens
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)
 

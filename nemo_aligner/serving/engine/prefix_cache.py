@@ -1,8 +1,8 @@
-"""The prefix cache: which prefixes of samples are cached, where, and what a call must compute.
+"""The prefix cache: it knows which prefixes of samples are cached, and plans what to compute.
 
 Keys and values are cached in blocks of 16 tokens. A block is identified by its preceding block and
 its own token ids. The ids themselves are compared, so no hash collision can change a score. The
-least recently used blocks are evicted first, and a block before its preceding block.
+least recently used blocks are evicted first. Of one sequence, the last block is evicted first.
 
 If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
 too, so that the next turn of a dialogue costs only its own tokens.
@@ -33,7 +33,7 @@ from nemo_aligner.data.packing import (
 from nemo_aligner.distributed.layout import ParallelLayout
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4  # bytes of a block's token ids as int32
-_NONE = -1  # the id that stands for no block
+_NONE = -1  # a block id that means "no block"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class BlockTable:
 def _root_of(rotation: int) -> int:
     """Return the id that a first block has as its preceding block.
 
-    The id differs by ``rotation``, so that sequences with different RoPE share no blocks.
+    The id depends on ``rotation``, which selects the RoPE of a sequence, so that sequences with
+    different RoPE share no blocks.
     """
     return _NONE - rotation
 
@@ -77,9 +78,10 @@ class BlockManager:
     def clear(self) -> None:
         """Evict all blocks."""
         self._blocks: dict[tuple[int, bytes], int] = {}
-        # block -> key, the least recently used first; a block comes before its preceding block.
+        # block -> (id of the preceding block, token ids), the least recently used first; in this
+        # order, a block comes before its preceding block, so that it is evicted first
         self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        # block -> position in the block -> outputs of the head
+        # block -> position in the block -> outputs of the head at that token
         self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
 
@@ -98,7 +100,8 @@ class BlockManager:
         positions: dict[int, list[int]] = {}
         for position in reads:
             positions.setdefault(position // BLOCK_TOKENS, []).append(position % BLOCK_TOKENS)
-        # The block with the last token is left out, because the head reads the state of that token.
+        # The block with the last token is skipped, because the head reads the hidden state of that
+        # token, so it must be computed.
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
             child = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
             if child is None:
@@ -118,7 +121,7 @@ class BlockManager:
         ]
 
     def keep_outputs(self, path: Sequence[int], reads: Sequence[int], outputs: np.ndarray) -> None:
-        """Cache the head's outputs at those positions of ``reads`` that are in blocks of ``path``.
+        """Cache the head's outputs at those positions of ``reads`` that are in the blocks ``path``.
 
         ``outputs`` is ``[s, K]``, one row for each of the s positions in ``reads``.
         """
@@ -133,13 +136,13 @@ class BlockManager:
         reads: Sequence[Sequence[int]] | None = None,
         rotations: Sequence[int] | None = None,
     ) -> list[BlockTable]:
-        """Look up the sequences of one call, and allocate blocks for what is not cached.
+        """Look up the sequences of one call, and allocate blocks for tokens that are not cached.
 
         A call does not evict blocks that it uses itself. If the pool is too small for all blocks,
         the first ones of each sequence are cached.
 
         Args:
-            keys: token ids of each sequence, by ``as_key``.
+            keys: token ids of each sequence, as bytes (``as_key``).
             reads: positions in each sequence at which turns or steps are scored.
             rotations: for each sequence, the value that selects its RoPE; see ``find``.
 
@@ -154,8 +157,8 @@ class BlockManager:
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned, rotations)
-        # The last block of a path is marked as used first, so it is evicted before the blocks that
-        # precede it, without which it could not be found any more.
+        # The last block of a path is marked as used first, so it is evicted before its preceding
+        # blocks. Without those, no lookup could find it any more.
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
@@ -171,7 +174,7 @@ class BlockManager:
         pinned: set[int],
         rotations: Sequence[int],
     ) -> list[dict[int, int]]:
-        """Add blocks to each path until its sequence is covered or the pool is full.
+        """Add blocks to each path (a sequence's blocks) until it is complete or the pool is full.
 
         Returns:
             For each path, a dict from a block's index in the sequence to the block, with the blocks
@@ -203,15 +206,18 @@ class BlockManager:
         return new
 
     def _place(self, key: tuple[int, bytes], pinned: set[int]) -> int | None:
-        """Place a new block, evicting the least recently used one if the pool is full.
+        """Add a block, and evict the least recently used one if the pool is full.
+
+        ``key`` has the preceding block and the token ids.
 
         Returns:
-            The block; None if the call uses all blocks (``pinned``).
+            The block; None if the call itself uses all blocks of the pool (``pinned``).
         """
         if self._free:
             block = self._free.pop()
         else:
-            # Blocks in use were moved to the end, so if the first one is pinned, all are.
+            # The blocks that this call uses were moved to the end, so if the first one is among
+            # them, all are.
             block = next(iter(self._keys), _NONE)
             if block == _NONE or block in pinned:
                 return None
@@ -232,8 +238,8 @@ class CallPlan:
         packs: packs of sequences that this replica computes.
         num_computed: tokens that all replicas compute.
         num_cached: tokens of all sequences that need not be computed.
-        cached_outputs: row of the result -> its cached outputs ``[K]``.
-        keep: stores the result ``[S, K]`` in the cache.
+        cached_outputs: row of the result -> the cached outputs ``[K]`` for it.
+        keep: function that stores the result ``[S, K]`` in the cache.
     """
 
     packs: list[PackedBatch]
@@ -249,9 +255,9 @@ class PrefixCache:
     Attributes:
         slots: size of each replica's pool in tokens: ``tokens``, rounded down to whole blocks.
 
-    If the model has a ``reply_marker``, it reads all states of the reply, so nothing from the
-    marker on is cached. Sequences share blocks only if they have the same ``length_dependent_rope``
-    (see ``ModelShape``).
+    A model with a ``reply_marker`` (token ids at which a reply begins) reads the hidden states of
+    the whole reply, so nothing from the marker on is cached. Sequences share blocks only if they
+    have the same ``length_dependent_rope`` (see ``ModelShape``).
     """
 
     def __init__(
@@ -279,7 +285,9 @@ class PrefixCache:
     def plan(
         self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None = None
     ) -> CallPlan:
-        """Plan which packs to compute; their blocks count as cached from now on.
+        """Plan which packs (sequences concatenated for one forward pass) this replica computes.
+
+        The blocks that they compute count as cached from now on.
 
         Args:
             sequences: ``[tokens]`` token ids of each sample.
@@ -336,7 +344,7 @@ class PrefixCache:
         return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
 
     def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
-        """Return the part of a sequence that may be cached, and one more token.
+        """Return the tokens of a sequence that may be cached, and one more token.
 
         The extra token is needed because ``BlockManager`` never counts the last one as cached.
         """
@@ -351,7 +359,7 @@ class PrefixCache:
         reads: Sequence[Sequence[int]],
         rotations: Sequence[int],
     ) -> list[list[int]]:
-        """Assign sequences to replicas: largest groups first, each to the least loaded replica.
+        """Assign groups with a shared prefix to replicas: largest first, to the least loaded one.
 
         A group that is larger than a replica's share of all tokens is split.
         """
@@ -383,7 +391,10 @@ class PrefixCache:
 def _count_uncached(
     group: PrefixGroup, sequences: Sequence[np.ndarray], num_cached: Sequence[int]
 ) -> int:
-    """Count the tokens of a group to compute; ``num_cached`` has cached tokens per sequence."""
+    """Count the tokens that a group with a shared prefix must compute.
+
+    ``num_cached`` has the number of cached tokens of each sequence in ``sequences``.
+    """
     prefix = max(0, group.prefix - max(num_cached[member] for member in group.members))
     suffixes = (
         len(sequences[member]) - max(group.prefix, num_cached[member]) for member in group.members

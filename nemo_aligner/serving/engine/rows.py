@@ -1,4 +1,4 @@
-"""One row of the queue: a sample's token ids, and the positions at which rewards are read.
+"""``Row``, one sample in the queue: its token ids, and the positions at which rewards are read.
 
 Rows pass from requests through the batcher to every rank. The result of each row is one array.
 """
@@ -17,8 +17,9 @@ class Row:
 
     Attributes:
         ids: ``[tokens]`` int64 token ids, already checked.
-        reads: positions in ``ids`` that the head reads, ascending; the last one is the last token.
-            Empty if only the reward of the whole sample is read.
+        reads: positions in ``ids`` at which the head computes rewards, ascending; the last one is
+            the last token. Empty if there is only the reward of the whole sample, at the last
+            token.
     """
 
     ids: np.ndarray
@@ -31,5 +32,8 @@ class Row:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The positions that the head reads; just the last token if ``reads`` is empty."""
+        """The positions at which the head computes rewards.
+
+        Only the last token if ``reads`` is empty.
+        """
         return self.reads or (len(self.ids) - 1,)

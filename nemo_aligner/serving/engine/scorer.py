@@ -103,7 +103,7 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Prepare a loaded model for scoring.
+        """Store a loaded model with what scoring needs; nothing is computed yet.
 
         Args:
             model: the reward model on this rank.
@@ -163,7 +163,7 @@ class RewardScorer:
         return 0 if self._pool is None else self._pool.num_bytes
 
     def warm_up(self) -> None:
-        """Do the slow first computations before a sample has to wait for them; collective.
+        """Run a first forward pass, which is slow, before a sample has to wait for it; collective.
 
         Raises:
             ServingError: a reward is not finite, so rewards of samples would not be finite either.
@@ -181,17 +181,23 @@ class RewardScorer:
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # Drop what the warm-up cached and counted: no sample begins with its tokens, and only
-        # requests must be counted.
+        # Drop what the warm-up cached and counted: no real sample begins with its tokens, and the
+        # counts must only have requests.
         self.reset_cache()
         self.counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
-        """Return what the contract's chat template writes after a reply."""
+        """Return the text that the contract's chat template writes after a reply.
+
+        None if there is none.
+        """
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def sample_frame(self) -> SampleFrame | None:
-        """Return what the contract's chat template writes around a sample."""
+        """Return the contract's chat template text around a sample.
+
+        None if there is no template.
+        """
         return SampleFrame.of(self.contract, self._tokenizer)
 
     def reset_cache(self) -> None:
@@ -199,11 +205,14 @@ class RewardScorer:
         self._cache.reset_cache()
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; see ``Scorer``."""
+        """Score samples and all their steps in one forward pass; return rewards and rejections."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
-        """Encode one sample to token ids; raise DataError if the contract rejects it."""
+        """Encode one sample to token ids.
+
+        Raise DataError if the contract does not allow the sample.
+        """
         return self._encoder.encode(text)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
@@ -211,24 +220,26 @@ class RewardScorer:
         return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise DataError for token ids for which the model would fail or be wrong."""
+        """Raise DataError for token ids that the model cannot score, such as unknown ids."""
         self._encoder.check_tokens(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Compute the outputs of the head at the positions that each row reads.
 
         Returns:
-            An array ``[s, A * K]`` float32 for each row, where s is the number of its ``reads``, or
-            1; ``read_outputs`` converts them to rewards. For no rows, one array without rows.
+            An array ``[s, A * K]`` float32 for each row, where s is the number of its ``reads`` (1
+            if it has none) and K the number of head outputs per attribute; ``read_outputs``
+            converts them to rewards. If ``rows`` is empty, the list has one empty array.
         """
         return self.begin(rows).wait()
 
     def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
-        """Start to compute what ``compute`` returns, without waiting for the device.
+        """Start computing the outputs of rows (see ``compute``), without waiting for the device.
 
-        A call may begin before earlier ones have arrived, but they must be waited for in order. A
-        call that fails, either here or while waiting, empties the prefix cache. Calls that began
-        after it may have read keys and values that it never wrote, so they must begin again.
+        A call may begin before the results of earlier ones have arrived, but the caller must wait
+        for the results in order. A call that fails, either here or while waiting, empties the
+        prefix cache. Calls that began after it may have read keys and values that it never wrote,
+        so they must begin again.
         """
         positions = [row.positions for row in rows]
         outputs = self._begin([row.ids for row in rows], positions)
@@ -240,7 +251,9 @@ class RewardScorer:
         return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert head outputs ``[N, A * K]`` to rewards ``[N, A]`` float32, and spreads or None.
+        """Convert head outputs ``[N, A * K]`` to rewards ``[N, A]`` float32, and their spreads.
+
+        The spreads ``[N, A]`` are the model's uncertainty; None if its objective has none.
 
         This method is not collective.
         """
@@ -255,7 +268,8 @@ class RewardScorer:
         with self._resetting_cache_on_failure():
             arriving = self._score(sequences, reads)
             if reads is not None:
-                # Outputs of steps must be cached before the blocks of another call are placed.
+                # Wait here: the outputs at turns or steps must be cached before another call is
+                # planned, which may evict their blocks.
                 return Arriving.now(arriving.wait())
 
         def wait() -> np.ndarray:
@@ -268,7 +282,7 @@ class RewardScorer:
     def _resetting_cache_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # also Ctrl-C: planned blocks count as cached but may be missing
+        except BaseException:  # also Ctrl-C: blocks count as cached, but may not be computed
             self.reset_cache()
             raise
 
@@ -291,7 +305,8 @@ class RewardScorer:
 
         def finish(gathered: Tensor) -> np.ndarray:
             outputs = gathered.numpy()
-            # The model has not computed steps in cached blocks again; their outputs are cached.
+            # The model has skipped the turns or steps in cached blocks, so their outputs come from
+            # the cache.
             for row, cached in plan.cached_outputs.items():
                 outputs[row] = cached
             plan.keep(outputs)
@@ -333,13 +348,13 @@ def load_scorer(
     Args:
         path: the archive.
         layout: parallel layout of the ranks.
-        precision: precision of the model; None for the contract's ``dtype``.
+        precision: precision in which the model computes; None for the contract's ``dtype``.
         micro_batch_tokens: most tokens of a pack.
         watch: called with the number of scored samples and their total.
         prefix_cache_tokens: size of the prefix cache; 0 for none.
-        invariant_rows: with it, rewards are bit-identical in any batch; see
+        invariant_rows: rows per matmul, with which rewards are bit-identical in any batch; see
             ``make_batch_invariant``.
-        pointwise_kernels: see ``choose_kernels``.
+        pointwise_kernels: which kernels compute elementwise operations; see ``choose_kernels``.
         can_offload: whether an OffloadGroup moves the weights. They then keep torch's memory
             layout, which is slower on a CPU.
         cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
@@ -370,7 +385,7 @@ def load_scorer(
     )
 
 
-# Ensembles.
+# The class below scores with several models (an ensemble).
 
 # Fields of the contract in which the models of an ensemble may differ. The other fields decide the
 # token ids of a sample, or what the columns mean.
@@ -378,14 +393,18 @@ _MAY_DIFFER = ("label_means", "attribute_weights")
 
 
 class RewardEnsemble:
-    """M models on the same ranks: rewards ``[N, M * A]``, model after model.
+    """Scores with M models on the same ranks: rewards ``[N, M * A]``, model after model.
 
     It has the methods of ``RewardScorer``, which are collective in the same way. ``contract`` is
     that of the first model; ``fingerprint`` covers all models in their order.
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
-        """Raise ConfigError if two models encode samples differently, or differ in attributes."""
+        """Store the models.
+
+        Raises:
+            ConfigError: two models encode samples differently, or differ in attributes.
+        """
         check_same_encoding([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
@@ -418,7 +437,7 @@ class RewardEnsemble:
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; see ``Scorer``."""
+        """Score samples and all their steps in one forward pass; return rewards and rejections."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
@@ -431,7 +450,10 @@ class RewardEnsemble:
         return self._members[0].count_reply_tokens(texts)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute outputs like ``RewardScorer.compute``: ``[s, M * A * K]`` for each row."""
+        """Compute the outputs of all models: ``[s, M * A * K]`` float32 for each row.
+
+        ``RewardScorer.compute`` explains the other letters of the shape.
+        """
         return self.begin(rows).wait()
 
     def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
@@ -445,7 +467,10 @@ class RewardEnsemble:
         return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert ``[N, M * A * K]`` outputs to rewards ``[N, M * A]`` float32; spreads or None."""
+        """Convert outputs ``[N, M * A * K]`` to rewards ``[N, M * A]`` float32, and their spreads.
+
+        The spreads are None if the models' objective has none.
+        """
         parts = np.split(outputs, len(self._members), axis=1)
         read = [
             member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)
@@ -500,6 +525,6 @@ def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
         relevant = {name: pair for name, pair in differences.items() if name not in _MAY_DIFFER}
         if relevant:
             raise ConfigError(
-                f"ensemble.files: model {number} does not score like rm_model_file: "
+                f"ensemble.files: model {number} has another scoring contract than rm_model_file: "
                 + describe_differences(relevant)
             )

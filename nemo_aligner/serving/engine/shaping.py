@@ -26,13 +26,13 @@ from nemo_aligner.utils.errors import ConfigError, short
 
 logger = logging.getLogger(__name__)
 
-# After a server was killed, at most this many seconds of rewards are missing in its statistics.
+# Seconds between saves of the statistics; a server that is killed loses at most this much of them.
 _SAVE_SECS = 30.0
 _MERGED = "reward"
 
 
 class RewardShaper:
-    """Shapes the raw rewards of M models with A attributes each; not thread-safe.
+    """Shapes the raw rewards of M models with A attributes each; use it from one thread at a time.
 
     ``contract`` describes the shaped rewards: it is the first model's contract, with the shaping
     rules and the attributes that remain after merging.
@@ -44,7 +44,7 @@ class RewardShaper:
         ensemble: EnsembleConfig,
         contracts: Sequence[ScoringContract],
     ) -> None:
-        """Check the rules against the models.
+        """Check that the shaping rules fit the models.
 
         Args:
             shaping: rules for the rewards of each model.
@@ -80,7 +80,7 @@ class RewardShaper:
 
     @property
     def keeps_steps(self) -> bool:
-        """Tell whether rewards of turns or steps can be shaped one by one.
+        """Tell whether rewards of single turns or steps can be shaped.
 
         They cannot with a length penalty, which is for a whole reply, or with running statistics,
         which are computed from one reward per sample.
@@ -106,17 +106,17 @@ class RewardShaper:
         *,
         counts: bool = True,
     ) -> ScoredRows:
-        """Shape raw rewards ``[N, M * A]``, model after model, which become ``raw_rewards``.
+        """Shape raw rewards ``[N, M * A]``, model after model; the result keeps the raw ones.
 
         Args:
             scored: the raw rewards.
             reply_tokens: ``[N]`` lengths of the replies, for the length penalty.
-            counts: add these rewards to the running statistics.
+            counts: whether to add these rewards to the running statistics.
 
         Returns:
             The rows with shaped rewards. ``deviation`` is the standard deviation over the models of
-            an ensemble. ``spread``, if the models have one, becomes that of the shaped reward; it
-            is averaged over models.
+            an ensemble. ``spread`` (the models' uncertainty, if they have one) is scaled like the
+            reward, and averaged over models.
         """
         raw, spreads = scored.rewards, scored.spread
         # Computed in float64, because differences of large means lose digits. Answers are float32.
@@ -130,13 +130,14 @@ class RewardShaper:
             spread = spread / std
         if self._weights is not None:
             values = values @ self._weights[:, None]
-            # Attributes' errors are added as if fully correlated, which is the upper bound.
+            # The attributes' errors are added as if fully correlated, which gives an upper bound of
+            # the spread.
             spread = None if spread is None else spread @ np.abs(self._weights)[:, None]
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
-        # The models are combined before the length penalty, which is equal for all of them and adds
-        # no uncertainty.
+        # The models are combined before the length penalty, because it is equal for all of them and
+        # adds no uncertainty.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
@@ -153,7 +154,7 @@ class RewardShaper:
             rewards=shaped,
             raw_rewards=raw,
             deviation=deviation.astype(np.float32) if "deviation" in self.outputs else None,
-            # Float instead of bool, because rejected rows of the request get NaN.
+            # Float instead of bool, because rows that the server rejected get NaN here.
             passed=None if passed is None else passed.astype(np.float32),
             spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
@@ -161,7 +162,10 @@ class RewardShaper:
     def _standardize(
         self, values: np.ndarray, counts: bool
     ) -> tuple[np.ndarray, np.ndarray | float]:
-        """Standardize rewards ``[N, M, A]``; return them and the deviations that divided them."""
+        """Standardize rewards ``[N, M, A]``.
+
+        Return them, and the deviations by which they were divided.
+        """
         std: np.ndarray | float = 1.0
         if self._running is not None:
             # Rewards are added before they are standardized: the first ones would otherwise have no
@@ -189,7 +193,10 @@ class RewardShaper:
             self._running.save()
 
     def _note_crossing(self, spreads: np.ndarray) -> None:
-        """Warn once if a spread is negative; it counts as 0, so that no penalty becomes a bonus."""
+        """Log a warning at the first negative spread, which happens if a model's quantiles cross.
+
+        The penalty counts a negative spread as 0, so that it does not become a bonus.
+        """
         if self._has_crossed or not self._shaping.spread_penalty or not (spreads < 0).any():
             return
         self._has_crossed = True
@@ -234,13 +241,13 @@ class RewardShaper:
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
                 label_means=(0.0,),
-                # A readout has a row of numbers for each attribute of the model, but the merged
+                # ``readout`` has a row of numbers for each attribute of the model, but the merged
                 # reward is a single attribute.
                 readout=contract.readout if len(contract.attributes) == 1 else None,
             )
         return replace(
             contract,
-            # These are statistics of raw rewards, so they do not describe shaped ones.
+            # These fields describe raw rewards, so they are wrong for shaped ones.
             reward_mean=None,
             reward_std=None,
             measured_on=None,
@@ -260,8 +267,8 @@ class RunningStatistics:
 
         Args:
             file: path of the saved statistics; None to keep them only in memory.
-            contracts: contract hashes of the models.
-            shape: ``(M, A)``.
+            contracts: contract hashes of the models; the file must have the same.
+            shape: ``(M, A)``: number of models and of attributes.
 
         Raises:
             ConfigError: the file cannot be read, or has the statistics of other models.
@@ -277,13 +284,14 @@ class RunningStatistics:
 
     @property
     def std(self) -> np.ndarray:
-        """Standard deviations ``[M, A]``; 1 if all rewards were equal."""
+        """Standard deviations ``[M, A]``; 1 where all rewards so far were equal."""
         std = np.sqrt(self._squares / max(self.count, 1))
         return np.where(std > 0, std, 1.0)
 
     def add(self, values: np.ndarray) -> None:
         """Update means and deviations with N more rewards ``[N, M, A]``."""
-        # Sums of squares are not used: their difference loses all digits if the mean is large.
+        # Squared differences from the mean are summed, not the squares: a difference of sums of
+        # squares loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -315,7 +323,7 @@ class RunningStatistics:
             return
         try:
             self._write(self._file)
-        except OSError as error:  # a full disk must not stop a server
+        except OSError as error:  # e.g. a full disk, which must not stop a server
             logger.warning(
                 "shaping.statistics_file: %s: the statistics were not saved: %s",
                 *(self._file, short(error)),
@@ -329,7 +337,8 @@ class RunningStatistics:
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
-        # A server that is killed meanwhile leaves the old file, never a partial one.
+        # The new file is written under another name first: if the server is killed meanwhile, the
+        # old file is still complete.
         partial = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -357,10 +366,10 @@ class RunningStatistics:
 def build_shaper(
     shaping: ShapingConfig, ensemble: EnsembleConfig, contracts: Sequence[ScoringContract]
 ) -> RewardShaper | None:
-    """Build the shaper; None if rewards are not shaped.
+    """Build the shaper from the settings; None if no setting shapes rewards.
 
     Raises:
-        ConfigError: see ``RewardShaper``.
+        ConfigError: a rule does not fit the models, or the statistics file is for other models.
     """
     if len(contracts) == 1 and shaping == ShapingConfig():
         return None
@@ -368,7 +377,10 @@ def build_shaper(
 
 
 def _attribute_weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
-    """Return the weights ``[A]`` that merge attributes; None if they stay separate."""
+    """Return the weights ``[A]`` that merge the attributes into one reward.
+
+    None if the attributes stay separate.
+    """
     weights = shaping.attribute_weights
     if not weights:
         return None

@@ -1,8 +1,8 @@
-"""Threads for jobs of many steps, each of which has a time limit.
+"""Threads for jobs of many steps (encoding samples), where each step has a time limit.
 
-The chat template of an archive may loop forever for one conversation. If a step is too slow, an
-exception that a template cannot catch is raised in its thread. Until the step ends, another thread
-replaces the blocked one, so that other jobs do not wait.
+The chat template of an archive may loop forever for one conversation. If a step is too slow, this
+module raises an exception in its thread that a template cannot catch. Until the step ends, another
+thread replaces the blocked one, so that other jobs do not wait.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Q = TypeVar("Q")
 
-# Interval in which jobs are checked; a step that blocks its thread for longer gets a replacement.
+# Seconds between two checks of the running jobs. A thread whose step runs longer than this is
+# replaced.
 _WATCH_SECS = 0.25
-# How long an interrupted step may take to end before it is abandoned. Code in C cannot be
-# interrupted.
+# Seconds after which an interrupted step is abandoned if it has not ended, because Python cannot
+# interrupt code in C.
 _GRACE_SECS = 1.0
 
 
@@ -44,7 +45,7 @@ class TooSlowError(ServingError):
 
 
 class RunStep(Protocol):
-    """Type of the function with which a job runs its slow calls, each with a time limit."""
+    """Type of the function that a job gets, to run its slow calls with a time limit each."""
 
     def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         """Call ``function``, and return its result.
@@ -55,7 +56,10 @@ class RunStep(Protocol):
 
 
 class _InterruptedStep(BaseException):
-    """Raised in a slow step from outside; ``except Exception`` in a template does not catch it."""
+    """Raised in a slow step by another thread.
+
+    It is a BaseException, so ``except Exception`` in a template does not catch it.
+    """
 
 
 class _AbandonedJobError(Exception):
@@ -69,15 +73,15 @@ class _Job(Generic[T]):
         self._work, self._limit_secs, self._message = work, limit_secs, message
         self._lock = Lock()
         self._thread: int | None = None
-        self._begun: float | None = None  # start of the running step; None between steps
+        self._begun: float | None = None  # time at which the running step began; None between steps
         self._step = -1
         self._interrupted = -math.inf
 
-    # Methods that are called in a thread of the pool.
+    # Methods that a thread of the pool calls.
 
     @property
     def is_replaced(self) -> bool:
-        """Tell whether another thread has replaced the job's, which must then end with the job."""
+        """Tell whether another thread replaces this job's thread, which must end with the job."""
         with self._lock:
             return self._is_replaced
 
@@ -115,21 +119,22 @@ class _Job(Generic[T]):
             raise TooSlowError(self._message, self._step) from None
 
     def _end_step(self) -> None:
-        """Mark the step as ended; from then on, the thread is not interrupted."""
+        """Mark the step as ended, so that ``watch`` no longer interrupts the thread."""
         with self._lock:
             self._begun = None
-            # Take back an exception that has not arrived yet; it would hit the code that follows.
+            # Cancel an exception that is on its way to this thread; it would hit the code after the
+            # step.
             _raise_in(self._thread, None)
 
-    # Methods that are called in the event loop.
+    # Methods that the event loop calls.
 
     def watch(self) -> bool:
         """Interrupt a step that is too slow; tell whether its thread needs a replacement."""
-        # Do not block: a thread that waits for the GIL may hold the lock. The next watch tries
-        # again.
+        # Do not wait for the lock: a thread that waits for the GIL may hold it. The next call of
+        # watch tries again.
         if not self._lock.acquire(blocking=False):
             return False
-        # The lock is held throughout, so that the step cannot end meanwhile. Otherwise a finished
+        # The lock is held to the end, so that the step cannot end meanwhile. Otherwise a finished
         # job could get a replacement thread, or the exception could hit the next step.
         try:
             if self._begun is None:
@@ -137,7 +142,8 @@ class _Job(Generic[T]):
             now = time.monotonic()
             seconds = now - self._begun
             is_late = seconds >= self._limit_secs or self.is_abandoned
-            # Repeated after a while, because an exception may be lost, e.g. in a destructor.
+            # Interrupt again after _GRACE_SECS, because an exception is lost if it hits e.g. a
+            # destructor.
             if is_late and now - self._interrupted >= _GRACE_SECS:
                 self._interrupted = now
                 _raise_in(self._thread, _InterruptedStep)
@@ -152,7 +158,7 @@ class _Job(Generic[T]):
 
 
 class TimedThreads:
-    """A few threads that run jobs for one event loop; each step of a job has a time limit."""
+    """A few threads that run the jobs of one event loop; each step of a job has a time limit."""
 
     def __init__(self, num_threads: int, name: str, limit_secs: float, message: str) -> None:
         """Start the threads; a step longer than ``limit_secs`` fails with ``message``."""
@@ -204,7 +210,7 @@ class TimedThreads:
 
 
 def _raise_in(thread: int | None, error: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next instruction; None takes back a pending one."""
+    """Raise ``error`` in a thread at its next instruction; None cancels one not raised yet."""
     assert thread is not None
     target = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)

@@ -4,7 +4,7 @@ A request passes these files in this order:
 
 ``listen.py``      opens the port, and runs uvicorn in the main thread or in another one
 ``handshake.py``   TLS handshakes, which count as connections while they last
-``connection.py``  one connection: enforces ``limits.py`` before anything is kept in memory
+``connection.py``  one connection: enforces ``limits.py`` before bytes fill the memory
 ``exchange.py``    one request and its answer on a connection
 ``app.py``         checks the token, finds the route, and calls the ``ScoringService``
 ``bodies.py``      reads a body within the memory limit of all requests

@@ -73,7 +73,7 @@ MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 _METRICS_PATH = "/metrics"
-# Errors on the OpenAPI page. 500 is not listed, because no client should expect it.
+# Errors that the OpenAPI page lists. 500 is not among them, because no client should expect it.
 _ERRORS = {
     FailureKind.bad_request: "A body that cannot be read, or a sample that cannot be scored",
     FailureKind.unauthorized: "The bearer token is missing or wrong",
@@ -110,9 +110,9 @@ class Front:
             scoring: scores the requests; None for only KServe endpoints, as for a critic.
             endpoints: KServe endpoints.
             config: address, access and limits.
-            token: required by everything but health, readiness and tensor shapes; None if requests
-                need no token.
-            statistics: returns counts of the models by their servers' names, for ``/metrics``.
+            token: bearer token that requests need, except for health, readiness and tensor shapes;
+                None if no request needs one.
+            statistics: returns the counts of each model server by its name, for ``/metrics``.
         """
         self.is_ready = True
         self.scoring = scoring
@@ -129,8 +129,7 @@ class Front:
         """Answer a request, as an ASGI application: check its token, then find its route."""
         if scope["type"] != "http":
             return
-        # Gym's rollout prefix is removed first, because the paths that need no token are listed
-        # without it.
+        # NeMo Gym's rollout prefix is removed first, because _is_open compares the path without it.
         path = gym.ROLLOUT_PREFIX.sub("", scope["path"])
         # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -159,7 +158,7 @@ class Front:
         await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
-        """Tell whether the server answers a request without checking its token."""
+        """Tell whether a request needs no bearer token."""
         if self._token is None or path in _OPEN_PATHS:
             return True
         # These paths are open because clients of Triton read the names and shapes of tensors first,
@@ -171,7 +170,7 @@ class Front:
         return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
 
     async def _probe(self) -> Mapping[str, str | None]:
-        """Map each server to the reason why it would not answer now, or to None."""
+        """Map the name of each server to why it gives no rewards now, or to None if it does."""
         if not self.is_ready:
             return {}
         return {"local": None} if self.scoring is None else await self.scoring.probe()
@@ -223,7 +222,7 @@ class Front:
                 ).handle,
                 methods=["POST"],
                 summary=about,
-                description=about,  # otherwise the handler's docstring is on the page
+                description=about,  # FastAPI would otherwise show the handler's docstring
                 operation_id=path.strip("/").replace("/", "_"),
                 openapi_extra=_describe_routes(routes),
             )
@@ -233,7 +232,7 @@ class Front:
             _add_model_route(app, model_route, scoring, self._config)
 
         async def contract() -> Response:
-            # Read each time, because a backend may have been replaced since the last reward.
+            # Read the contract each time, because a backend of the gateway may have been replaced.
             published = (await scoring.read_contract()).to_dict()
             return respond(HttpAnswer(200, {**published, "model_fingerprint": scoring.fingerprint}))
 
@@ -279,14 +278,14 @@ class Front:
 
 
 class _App(FastAPI):
-    """FastAPI application; its OpenAPI page describes bodies that FastAPI does not parse itself."""
+    """FastAPI application whose OpenAPI page also describes bodies that this package parses."""
 
     def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
         super().__init__(**settings)
         self._bodies = {body for route in protocols for body in (route.request, route.response)}
 
     def openapi(self) -> dict[str, Any]:
-        """Build the OpenAPI page at the first request for it."""
+        """Build the description of the API at the first request for it, and keep it."""
         if self.openapi_schema is None:
             page = super().openapi()
             schemas = page.setdefault("components", {}).setdefault("schemas", {})
@@ -297,14 +296,17 @@ class _App(FastAPI):
 
 
 class _TemplateWarnings:
-    """Logs the first sample that is not in the model's chat template, per kind of difference."""
+    """Logs a sample that is not in the model's chat template; once for each kind of difference."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
     def note(self, path: str, row: int, fault: str) -> None:
-        """Log the sample, unless a sample with the same kind of fault was logged before."""
-        kind = " ".join(fault.split()[:2])  # "it begins", "it has" or "it ends"
+        """Log that a sample (``row`` of a request to ``path``) is not in the model's chat template.
+
+        Only the first sample of each kind of ``fault`` is logged.
+        """
+        kind = " ".join(fault.split()[:2])  # e.g. "it begins", "it has" or "it ends"
         if kind not in self._noted:
             self._noted.add(kind)
             print(
@@ -354,7 +356,7 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
-        # A large body is handled in a thread, because the answer may repeat the whole body.
+        # An error answer may repeat the whole body, so that of a large body is built in a thread.
         return await call_by_size(size, self._refuse, route, failure, body)
 
     def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
@@ -365,13 +367,16 @@ class _RouteHandler:
         return respond(HttpAnswer(200, content, row_headers(scored)))
 
     def _choose_route(self, content: bytes) -> tuple[Route[Any], Any]:
-        """Choose the path's first route, unless unknown fields mark the body as another route's.
+        """Choose which protocol's route a body belongs to, if several protocols share its path.
+
+        It is the first route, unless fields that this route does not know are ``marks`` of another.
 
         Returns:
             The route; and the parsed body if it is the first route, otherwise None.
 
         Raises:
-            ServingError: the first route cannot parse the body, and no other one claims it.
+            ServingError: the first route cannot parse the body, and it has no marks of another
+                route.
         """
         try:
             body = self._route.parse(content)
@@ -397,7 +402,7 @@ class _RouteHandler:
             size: its length in bytes; a large body is converted in a thread.
 
         Raises:
-            Exception: any failure; see ``public_failure``.
+            Exception: any failure, which the caller converts with ``public_failure``.
         """
         request = await call_by_size(size, route.read, body)
         check_num_rows(request, self._config)
@@ -422,11 +427,13 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log the first row that is in another chat template; reject all such rows if configured.
+        """Log the first row that is not in the model's chat template.
+
+        Reject such rows if configured.
 
         Raises:
-            RequestError: such rows are rejected, and the route's answer has no errors of single
-                rows.
+            RequestError: such rows are rejected, and the answer of this protocol has no place for
+                errors of single rows.
         """
         row, fault = next(iter(foreign.items()))
         self._template_warnings.note(route.path, row, fault)
@@ -439,14 +446,16 @@ class _RouteHandler:
         return request.without_rows(foreign)
 
     async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Find out if the rejected reply is at fault, by scoring ``other`` with another reply.
+        """Find out if the prompt or the reply is at fault in a rejected request.
+
+        ``other`` is the same request with a reply that is always valid.
 
         If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
         Otherwise the prompt is at fault, so raise the error of ``other``.
         """
         scored = await self._scoring.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-        # The other reply's reward only tells the number of attributes, as the shape of the NaNs.
+        # The other reply's reward is not used, only the number of attributes, for a row of NaN.
         no_rewards = np.full_like(scored.rewards, np.nan)
         return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
 
@@ -455,7 +464,8 @@ class _RouteHandler:
         if contract is not None:
             weights, scale = contract.attribute_weights, contract.reward_scale
             return Served(MODEL_NAME, contract.attributes, weights, threshold, scale)
-        # A backend of NeMo-Aligner publishes no contract with the names of its attributes.
+        # No contract: a backend that runs NVIDIA's NeMo-Aligner publishes none, so the attributes
+        # have no names.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
@@ -480,7 +490,10 @@ async def _send_answer(answer: KServeAnswer, send: Send) -> None:
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
-    """Build a JSON response; a status 503 gets ``Retry-After: retry_after_s`` unless it is None."""
+    """Build a JSON response.
+
+    A status 503 gets the header ``Retry-After: retry_after_s``, unless that is None.
+    """
     headers = dict(answer.headers)
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)
@@ -491,7 +504,7 @@ def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
 
 
 async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
-    """Await the answer of a route that returns no rewards; if it fails, build an error answer."""
+    """Await the answer of a route that returns no rewards; if it raises, build an error answer."""
     try:
         return await work
     except Exception as error:
@@ -533,7 +546,7 @@ def _add_get_routes(
     app: FastAPI, routes: Sequence[tuple[str, Callable[[], Awaitable[Response]], str]]
 ) -> None:
     def with_errors(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
-        @wraps(work)  # the OpenAPI page uses the function's name
+        @wraps(work)  # wraps: FastAPI uses the function's name
         async def handle() -> Response:
             return await _respond_or_refuse(work())
 
@@ -562,7 +575,7 @@ def _add_route(
 
 
 def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:
-    """Describe bodies and answers of a path's routes for the OpenAPI page (``_App``)."""
+    """Describe bodies and answers of a path's routes for the OpenAPI page."""
 
     def content(bodies: Sequence[type]) -> dict[str, Any]:
         schemas = [{"$ref": f"{_SCHEMAS}{body.__name__}"} for body in bodies]

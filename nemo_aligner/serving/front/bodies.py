@@ -11,14 +11,15 @@ from nemo_aligner.serving.endpoints import call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.base import is_packed, too_large, unpack_body
 
-# This many bytes of each body are not counted, so that short requests are still read while large
-# ones fill the memory. The limit of connections bounds the sum of these bytes.
+# The first 64 KiB of each body are not counted, so that short requests are still read while large
+# ones use up the limit of all bodies. The limit of connections bounds the sum of these uncounted
+# bytes.
 _FREE_BYTES = 64 * 2**10
 _RETRY_AFTER_S = 1
 
 
 class RequestBodies:
-    """Counts the bytes of all bodies in memory; must be used in a single event loop."""
+    """Counts the bytes of all request bodies in memory; must be used in a single event loop."""
 
     def __init__(self, config: FrontConfig) -> None:
         self.max_body_bytes = config.max_request_bytes
@@ -27,12 +28,12 @@ class RequestBodies:
         self.num_bytes = 0
 
     def reserve(self) -> BodyReader:
-        """Create a context for one body; its bytes are released at the end of the block."""
+        """Return a context for reading one body; at its end, the body's bytes no longer count."""
         return BodyReader(self)
 
 
 class BodyReader:
-    """Reads one body; its bytes count toward both limits until the request has been answered."""
+    """Reads one body; its bytes count toward the limits until the request has been answered."""
 
     __slots__ = ("_bodies", "_counted")
 
@@ -47,12 +48,12 @@ class BodyReader:
         self._bodies.num_bytes -= self._counted
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
-        """Read and unpack the body, but no more of it than allowed.
+        """Read and decompress the body; stop as soon as it exceeds a limit.
 
         Raises:
             RequestError: the body is too large, all bodies together are too large, or the client
                 leaves before the body is complete.
-            ServingError: see ``unpack_body``.
+            ServingError: the body's encoding is not supported, or its data is damaged.
         """
         max_bytes = self._bodies.max_body_bytes
         # A body with a too large Content-Length is not read. A chunked body has no such header.
@@ -63,7 +64,9 @@ class BodyReader:
         while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise RequestError("the body is not complete", FailureKind.bad_request)
+                raise RequestError(
+                    "the client left before it had sent the whole body", FailureKind.bad_request
+                )
             part, has_more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
             if size > max_bytes:
@@ -74,13 +77,13 @@ class BodyReader:
         encoding = headers.get("content-encoding", "")
         if not is_packed(body, encoding):
             return await call_by_size(size, unpack_body, body, encoding, max_bytes)
-        # Even a small compressed body may be unpacked to as many bytes as allowed.
+        # Decompress by the largest possible size: even a small body may unpack to max_bytes.
         unpacked = await call_by_size(max_bytes, unpack_body, body, encoding, max_bytes)
         self._count(len(unpacked))
         return unpacked
 
     def _count(self, size: int) -> None:
-        """Count the body as ``size`` bytes; if it is the only body, there is always room.
+        """Count the body as ``size`` bytes; a body that is the only one is always accepted.
 
         Raises:
             RequestError: all bodies together are too large.

@@ -1,9 +1,9 @@
-"""One connection: limits are enforced between the socket and the ASGI application.
+"""One HTTP connection, with its limits enforced between the socket and the ASGI application.
 
 uvicorn's parser (llhttp) has no limits, and parses pipelined requests ahead. ``Connection``
-therefore passes received bytes on in pieces, each of which ends at the latest at the end of a head
-or body. So sizes are checked before the parser stores anything, and the next pipelined request is
-not parsed before the previous one is answered.
+therefore passes received bytes to the parser in pieces, each of which ends at the latest at the end
+of a request's head or body. So sizes are checked before the parser stores anything, and the next
+pipelined request is not parsed before the previous one is answered.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from nemo_aligner.serving.front.limits import (
     malformed_request,
 )
 
-# State of a connection. The order matters: from BUSY on, the parser gets no bytes.
+# Phases of a connection. The order matters: from BUSY on, the parser gets no bytes.
 HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
 
-# If a client is still sending when it is rejected, closing the socket at once would send a reset
-# instead of the answer. So its bytes are discarded for a while, up to these limits.
+# A client may still be sending when it is rejected. Closing the socket at once would send a TCP
+# reset, and the client would not see the answer. So its bytes are discarded up to these limits.
 LINGER_SECS = 1.0
 LINGER_BYTES = 32 * 2**20
 
@@ -46,23 +46,23 @@ LINGER_BYTES = 32 * 2**20
 # (extensions, leading zeros) count toward max_header_bytes.
 CHUNK_FRAMING_BYTES = 16
 
-# With these settings, a peer that vanished without a FIN is noticed after about two minutes.
+# With these TCP settings, a peer that vanished without a FIN is noticed after about two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 END_OF_HEAD = b"\r\n\r\n"
-# Headers that decide the target, the sender or the end of a request, so they must be unique.
+# Headers that decide target, sender or end of a request: two could contradict each other.
 SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
 
 
 class IgnoredUpgrade(Exception):
-    """Stops a parser that would skip the body because the head offers another protocol."""
+    """Stops the parser if the head offers an upgrade, because it would then skip the body."""
 
 
 class Sweep:
-    """One timer that looks for expired deadlines of all connections of a server.
+    """One timer that ends the connections of a server whose deadlines have passed.
 
-    A timer for each connection would be set and cleared with every request. ``now`` is the loop's
-    time at the last sweep. Deadlines are computed from it, because reading the clock costs more.
+    A timer per connection would be set and cleared with every request. ``now`` is the loop's time
+    at the last run. Deadlines are computed from it, because reading the clock costs more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
@@ -79,7 +79,7 @@ class Sweep:
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Any]) -> None:
-        # Deadlines were set when ``now`` was up to one interval old: compare with the earlier one.
+        # ``now`` may be one interval old when a deadline is set, so compare with the previous one.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
@@ -98,8 +98,8 @@ class Connection(HttpToolsProtocol):
 
     cycle: Exchange
 
-    # In Python 3.11, attributes are slow in objects that have more than 30 of them without slots,
-    # and uvicorn's protocol has 28.
+    # In Python 3.11, attribute access is slow in objects with more than 30 attributes outside of
+    # slots, and uvicorn's protocol already has 28.
     __slots__ = (
         "answers",
         "backlog",
@@ -138,9 +138,9 @@ class Connection(HttpToolsProtocol):
             sweep = self.sweeps[server_state] = Sweep(self.loop, self.limits)
         self.sweep = sweep
         self.task: asyncio.Task[None] | None = None
-        # Loop time at which expire() is called.
+        # Event loop time after which expire() ends the connection.
         self.deadline = math.inf
-        # Received bytes with pipelined requests that wait; bytes before backlog_start are parsed.
+        # Received bytes of waiting pipelined requests; those before backlog_start are parsed.
         self.backlog = b""
         self.backlog_start = 0
         self.is_parser_spent = False
@@ -162,10 +162,10 @@ class Connection(HttpToolsProtocol):
         self.phase = HEAD
         self.is_idle = True
         self.head_bytes = 0
-        # Last bytes of the previous piece, because an END_OF_HEAD may begin there.
+        # Last bytes of the previous piece, because an END_OF_HEAD may be split between two pieces.
         self.tail = b""
 
-    # Events of the socket.
+    # Events of the socket, which asyncio calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -179,7 +179,7 @@ class Connection(HttpToolsProtocol):
                 transport.abort()
             return
         peer = transport.get_extra_info("socket")
-        with suppress(OSError):  # a Unix socket has no such options
+        with suppress(OSError):  # OSError: a Unix socket has no such options
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in KEEP_ALIVE_PROBES.items():
                 if hasattr(socket, name):
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
         self.backlog = b""
 
     def eof_received(self) -> None:
-        """Close the connection: a client that sends no more has most probably left."""
+        """Close the connection: a client that closes its sending side has most probably left."""
         self._count_departure()
         self._withdraw()
         self._close()
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # self.flow is not used: it resumes if the application checks for disconnects.
+                # Not by self.flow, which resumes when the application checks for disconnects.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -230,7 +230,7 @@ class Connection(HttpToolsProtocol):
         self.deadline = self.sweep.now + self.limits.receive_timeout_secs
 
     def expire(self) -> None:
-        """End a connection that has passed its deadline; called by the sweep."""
+        """End a connection that has passed its deadline; the server's ``Sweep`` calls this."""
         if (self.phase == HEAD and self.is_idle) or self.phase == LINGERING:
             self._close()
         elif self.phase < BUSY:
@@ -239,12 +239,12 @@ class Connection(HttpToolsProtocol):
             self._expect_unsent_bytes_to_shrink()
         else:
             # The client has not read a byte of its answer during the timeout.
-            if self.phase == BUSY:  # otherwise it is counted already, or was just closing
+            if self.phase == BUSY:  # otherwise counted before, or closing
                 self.aborted_connections[ANSWER_NOT_READ] += 1
             self.phase = CLOSING
             self.transport.abort()
 
-    # Passing bytes to the parser.
+    # Passing received bytes to the parser.
 
     def _parse(self, data: bytes, start: int) -> None:
         """Pass ``data`` from ``start`` on to the parser, up to the end of the request."""
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
         except Refusal as refusal:
             cause = refusal
         except httptools.HttpParserError as error:
-            # An exception that a callback raises is the context of the parser's own exception.
+            # If a callback raised, its exception is the context of the parser's own exception.
             cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
@@ -296,7 +296,7 @@ class Connection(HttpToolsProtocol):
         return end
 
     def _end_of_chunked_piece(self, data: bytes, start: int, size: int) -> int:
-        """Return the end of the next empty line; every chunked body ends with one."""
+        """Return the end of the next empty line, at which a chunked body may end."""
         limits = self.limits
         framing_bytes = self.chunked_bytes - self.body_bytes
         if framing_bytes > limits.max_header_bytes + CHUNK_FRAMING_BYTES * self.chunks:
@@ -305,7 +305,7 @@ class Connection(HttpToolsProtocol):
         if not end:
             end = size
         else:
-            # Data may consist of empty lines, and each of them costs as much as a chunk.
+            # Limit empty lines, too, because each costs as much as a chunk.
             self.empty_lines += 1
             if self.empty_lines > limits.max_chunks + 1:
                 raise limits.too_many_chunks()
@@ -326,10 +326,10 @@ class Connection(HttpToolsProtocol):
         return 0
 
     def _use_parser_for_body(self) -> None:
-        """Parse the body of a request that offers an upgrade, but is answered as plain HTTP.
+        """Replace the parser, to read the body of a request that offers an upgrade.
 
-        llhttp skips such a body and stops. A new parser, which gets a head without the offer,
-        parses it like any other body.
+        This server ignores the offer of another protocol, but llhttp would skip the body and stop.
+        A new parser, which gets a head without the offer, parses it like any other body.
         """
         self.is_parser_spent = True
         self.parser = httptools.HttpRequestParser(BodyCallbacks(self))
@@ -339,7 +339,7 @@ class Connection(HttpToolsProtocol):
             framing = b"Content-Length: %d" % (self.content_length if self.phase == BODY else 0)
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n\r\n" % framing)
 
-    # Callbacks of the parser.
+    # Callbacks of the HTTP parser.
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -370,7 +370,7 @@ class Connection(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
         }
-        # Trailers also arrive in on_header, and must not become headers of a checked request.
+        # A new list: trailers also arrive in on_header, and must not join the checked headers.
         self.headers = []
         self.is_kept_alive = http_version == "1.1" and parser.should_keep_alive()
         self.cycle = Exchange(
@@ -384,7 +384,7 @@ class Connection(HttpToolsProtocol):
             message_event=asyncio.Event(),
             expect_100_continue=http_version == "1.1"
             and headers.get(b"expect", b"").lower() == b"100-continue",
-            # An answer that starts before the whole request has arrived ends the connection.
+            # Set once the whole request is here: an answer that starts earlier ends the connection.
             keep_alive=False,
             on_response=self.on_response_complete,
         )
@@ -395,7 +395,7 @@ class Connection(HttpToolsProtocol):
             raise IgnoredUpgrade
 
     def _check_framing(self, headers: dict[bytes, bytes], method: str, http_version: str) -> None:
-        """Determine where the request ends; reject it if two servers could disagree about that.
+        """Find where the request ends; reject it if two servers could disagree about its end.
 
         llhttp itself rejects two different lengths, a length with a transfer coding, and line ends
         other than CRLF.
@@ -432,7 +432,7 @@ class Connection(HttpToolsProtocol):
         """Return the decoded path, the raw path and the query of the request."""
         try:
             url = httptools.parse_url(self.url)
-            # An absolute URL may have no path.
+            # An absolute URL without a path, e.g. http://host, has the path "/".
             raw_path = url.path or b"/"
             path = raw_path.decode("ascii")
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
@@ -453,7 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # The first piece is not copied: often it is the only one, or is read before more come.
+            # Stored without a copy: often it is the only piece, or is read before more arrive.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -467,7 +467,7 @@ class Connection(HttpToolsProtocol):
         self.phase = BUSY
         self.deadline = math.inf
         if self.flow.write_paused:
-            # The client has not read the answer to an earlier request yet.
+            # The client has not read an earlier answer yet, so its deadline applies.
             self._expect_unsent_bytes_to_shrink()
         cycle = self.cycle
         cycle.more_body = False
@@ -475,7 +475,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = self.is_kept_alive
         cycle.message_event.set()
 
-    # The end of an answer, and of the connection.
+    # The end of an answer, and the end of the connection.
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -484,7 +484,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # A callback continues, as the next request must not inherit the context of this task.
+            # In a callback, so that the next request does not inherit the context of this task.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
@@ -506,7 +506,7 @@ class Connection(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Send an error instead of the application's answer, and end the connection."""
+        """Send an error instead of the application's answer, and then end the connection."""
         status = refusal.status
         self.refused_connections[status] = self.refused_connections.get(status, 0) + 1
         is_started = self.task is not None and self.cycle.response_started
@@ -528,14 +528,14 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def finish(self) -> None:
-        """After the last answer, close, or linger if bytes may come; ``Exchange`` calls this."""
+        """Close after the last answer, but first discard bytes that the client may still send."""
         if self.phase == BUSY and not self.backlog:
             self._close()
         else:
             self._linger()
 
     def shutdown(self) -> None:
-        """Close now if no request runs, else after its answer; called when the server exits."""
+        """End the connection because the server exits: now, or after a running request's answer."""
         if self.phase == LINGERING or self.task is None:
             self._close()
         else:
@@ -552,7 +552,7 @@ class Connection(HttpToolsProtocol):
             self.aborted_connections[CLIENT_LEFT] += 1
 
     def _withdraw(self) -> None:
-        """Cancel a request whose answer nobody will read, so that its rows are not computed."""
+        """Cancel a request whose client is gone, so that its rows are not computed."""
         if self.task is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -560,7 +560,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
 
     def _linger(self) -> None:
-        """Send a FIN, and discard what the client still sends, so that it can read the answer."""
+        """Send a FIN, and discard further bytes of the client, so that it can read the answer."""
         if self.phase >= LINGERING:
             return
         self.phase = LINGERING
@@ -568,12 +568,12 @@ class Connection(HttpToolsProtocol):
         self.backlog = b""
         if self.transport.is_closing():
             return
-        if self.scheme == "http":  # TLS has no half-closed connections
+        if self.scheme == "http":  # FIN only without TLS, which cannot close one direction
             self.transport.write_eof()
         self.transport.resume_reading()
 
     def _close(self) -> None:
-        """Close the transport as soon as the client has read what is written."""
+        """Close the transport as soon as the client has read all that was written to it."""
         self.phase = CLOSING
         self.backlog = b""
         self._expect_unsent_bytes_to_shrink()
@@ -581,7 +581,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyCallbacks:
-    """Callbacks of a parser that only parses a body; see ``_use_parser_for_body``."""
+    """Callbacks of the parser of ``_use_parser_for_body``, which passes on only the body."""
 
     def __init__(self, connection: Connection) -> None:
         self.on_chunk_header = connection.on_chunk_header
@@ -590,10 +590,10 @@ class BodyCallbacks:
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[Connection]:
-    """Create the class for ``uvicorn.Config(http=...)`` of one server.
+    """Create a subclass of ``Connection`` with a server's limits, for ``uvicorn.Config``.
 
-    Its ``refused_connections`` counts rejected requests by HTTP status; its
-    ``aborted_connections`` counts connections that ended without an answer, by cause.
+    Its ``refused_connections`` counts rejected requests by HTTP status; its ``aborted_connections``
+    counts connections that ended without an answer, by cause.
     """
     counts = {"refused_connections": {}, "aborted_connections": Counter[str]()}
     fields = {"limits_of_server": limits, **counts, "sweeps": WeakKeyDictionary()}

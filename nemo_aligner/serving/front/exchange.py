@@ -1,4 +1,4 @@
-"""One request and its answer: uvicorn's interface between a connection and the application."""
+"""One request and its answer; uvicorn's ``RequestResponseCycle``, with other error handling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Exchange(RequestResponseCycle):
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            # The client has left, or exit_timeout_secs are over while the server exits.
+            # The task was cancelled: the client has left, or the server exits and exit_timeout_secs
+            # are over.
             await self._fail(503, "The server is exiting. Retry on another server.")
             raise
         except Exception as error:
@@ -47,7 +48,8 @@ class Exchange(RequestResponseCycle):
         if self.disconnected or self.response_complete:
             return
         if self.response_started:
-            # Close instead of ending the answer, so that the client notices that it is incomplete.
+            # A part of the answer was already sent. Close the connection instead of ending the
+            # answer, so that the client notices that it is incomplete.
             self.transport.close()
             return
         body = error_body(text)
@@ -61,4 +63,7 @@ class Exchange(RequestResponseCycle):
 
 
 def _ignore() -> None:
-    """Do nothing; as the callback of an ended exchange, it does not keep the connection alive."""
+    """Do nothing: it replaces the callback of an ended exchange.
+
+    The old callback would keep the connection's objects alive.
+    """

@@ -18,24 +18,25 @@ from nemo_aligner.serving.front.limits import FAILED_HANDSHAKE, NO_ROOM_FOR_HAND
 class TlsHandshake(asyncio.Protocol):
     """A connection during its handshake; ``behind_tls`` creates the class for a server.
 
-    The handshake is in the server's set of connections. So it counts as a connection, the sweep
-    ends it in time, and a server that exits closes it.
+    The handshake is in the server's set of connections. So it counts as a connection, the timer of
+    all connections (``Sweep``) ends it in time, and a server that exits closes it.
     """
 
     connection_class: ClassVar[type[Connection]]
     context: ClassVar[ssl.SSLContext]
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Take the arguments of a ``Connection``, which follows the handshake."""
+        """Take the arguments of the ``Connection`` that is created after the handshake."""
         self._connection = self.connection_class(*arguments, **settings)
         self._connections: set[Any] = self._connection.connections
-        # Bytes that arrive before start_tls sets its protocol, or before the connection exists.
+        # Bytes that arrive before start_tls has set its own protocol, or before the connection
+        # exists.
         self._early = b""
         self._has_ended = False
         self.deadline = math.inf
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the handshake, if there is room for one more connection."""
+        """Start the TLS handshake, or close the socket if there are too many connections."""
         self._transport = transport
         connection = self._connection
         self._connections.add(self)
@@ -60,7 +61,8 @@ class TlsHandshake(asyncio.Protocol):
         connection = self._connection
         if self._transport.is_closing():
             return
-        # The callback runs after start_tls has replaced the protocol of the transport by its own.
+        # The client may have sent bytes before start_tls replaces this protocol by its own; a
+        # callback passes them on afterwards.
         connection.loop.call_soon(self._begin_with_early_bytes)
         try:
             transport = await connection.loop.start_tls(
@@ -70,7 +72,7 @@ class TlsHandshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=connection.limits.handshake_secs,
             )
-        except OSError:  # includes ssl.SSLError; without TLS, no answer can be sent
+        except OSError:  # includes ssl.SSLError; without TLS, no error answer can be sent
             connection.aborted_connections[FAILED_HANDSHAKE] += 1
             return
         finally:
@@ -95,7 +97,7 @@ class TlsHandshake(asyncio.Protocol):
             self._early = self._early[size:]
 
     def expire(self) -> None:
-        """Abort a handshake that takes too long; called by the sweep."""
+        """Abort a handshake that takes too long; the server's ``Sweep`` calls this."""
         self._transport.abort()
 
     def shutdown(self) -> None:
@@ -104,6 +106,6 @@ class TlsHandshake(asyncio.Protocol):
 
 
 def behind_tls(connection_class: type[Connection], context: ssl.SSLContext) -> type[TlsHandshake]:
-    """Create the class for ``uvicorn.Config(http=...)`` of a server with a certificate."""
+    """Create the protocol class of a server with a certificate, for ``uvicorn.Config``."""
     fields = {"connection_class": connection_class, "context": context}
     return type("LimitedHandshake", (TlsHandshake,), fields)

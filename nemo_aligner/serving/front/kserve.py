@@ -47,18 +47,18 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
-_MOST_DIGITS = 12  # most digits of the header with the JSON's length
-_COMPRESSION_LEVEL = 1  # the fastest level: floats hardly shrink at any
+_MOST_DIGITS = 12  # most digits of the header that has the length of the JSON part
+_COMPRESSION_LEVEL = 1  # gzip level 1, the fastest: higher levels hardly shrink floats further
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-# Phases of a request in Triton's statistics. Here only whole requests are measured.
+# Phases of a request that Triton's statistics list. This server measures only whole requests.
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
 
 @dataclass(frozen=True)
 class KServeAnswer:
-    """HTTP status, body and headers of an answer."""
+    """An answer: HTTP status, body and headers."""
 
     status: int
     body: bytes
@@ -71,7 +71,7 @@ class KServeAnswer:
 
 
 class _Counts:
-    """Counts and total durations of requests to one model, for its path ``/stats``."""
+    """Counts and total durations of requests to one model, which its path ``/stats`` shows."""
 
     def __init__(self) -> None:
         self.rows = self.last_ms = 0
@@ -88,8 +88,9 @@ class _Counts:
 class KServe:
     """Answers the paths under ``/v2`` for a list of endpoints.
 
-    ``is_ready`` tells whether requests can be answered. ``count_request`` is called with the
-    canonical path of each inference request, its HTTP status and its duration in seconds.
+    ``is_ready`` is a function that tells whether requests can be answered. ``count_request`` is
+    called with the canonical path of each inference request, its HTTP status and its duration in
+    seconds.
     """
 
     def __init__(
@@ -105,7 +106,10 @@ class KServe:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
-        """Answer a request; names in ``headers`` are lower case, and ``body`` is unpacked."""
+        """Answer a request.
+
+        Header names are in lower case, and the body is decompressed already.
+        """
         parts = _MODEL.fullmatch(path)
         if parts is None or path == _ALL_STATISTICS:
             return await self._answer_server(method, path)
@@ -162,12 +166,13 @@ class KServe:
                 len(body), _decode_request, endpoint, headers, body
             )
             requested = _requested_outputs(endpoint, request)
-            # A probe has one row, like those of our gateway: a client must not be able to hide
-            # large requests from the statistics.
+            # A probe is a request that is not counted in the statistics. It must have one row, like
+            # those of our gateway, so that no client can hide large requests.
             is_one_row = all(len(array) == 1 for array in inputs.values())
             probe = endpoint.answer_probe if is_one_row and is_probe(request) else None
             outputs = await (probe or endpoint.answer)(inputs)
-            # The answer may be larger than the request, e.g. a critic's values.
+            # Choose the thread by the larger of request and answer: e.g. a critic's values are
+            # larger than the request.
             size = max(len(body), *(array.nbytes for array in outputs.values()))
             encoding = headers.get("accept-encoding", "")
             answer = await call_by_size(
@@ -201,10 +206,10 @@ class KServe:
 
 
 def refuse(failure: RequestError) -> KServeAnswer:
-    """Build the answer to a failed request."""
+    """Build the error answer to a failed request."""
     answer = _error_answer(failure.kind.status, failure.message)
-    # Retry-After makes clients wait for a busy server, which they must not do if the gateway's
-    # backends are gone.
+    # Only a busy server sends Retry-After, which makes clients wait. They must not wait if the
+    # gateway's backends are gone.
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
     headers = {**answer.headers, "Retry-After": str(failure.retry_after_s)}
@@ -223,7 +228,7 @@ def _unknown_path(path: str) -> KServeAnswer:
     )
 
 
-# Descriptions of models.
+# The functions below describe models.
 
 
 def _describe_model(endpoint: Endpoint) -> dict[str, Any]:
@@ -276,7 +281,7 @@ def _describe_config(endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-# Requests and answers.
+# The functions below decode requests and encode answers.
 
 
 def _decode_request(
@@ -311,7 +316,7 @@ def _decode_request(
 
 
 def _check_id(request: Mapping[str, Any]) -> None:
-    """Raise ServingError for an id that an answer could not repeat."""
+    """Raise ServingError if the request's id is not a string, because the answer repeats it."""
     identifier = request.get("id", "")
     is_text = isinstance(identifier, str)
     if not is_text or identifier.encode(errors="ignore").decode() != identifier:
@@ -353,7 +358,9 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
 
 
 def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Map each requested output to whether it shall be binary; None if all are requested.
+    """Map the name of each requested output to whether it shall be binary.
+
+    None if the request lists no outputs, which requests all of them.
 
     Raises:
         ServingError: an output is unknown, or the list is malformed.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.serving import FrontConfig
 
-# Longest time of a TLS handshake, for which a client sends only a few hundred bytes.
+# Longest time of a TLS handshake in seconds; a client sends only a few hundred bytes for it.
 _HANDSHAKE_SECS = 10.0
 
 # Causes of connections that end without an answer, as labels in the metrics.
@@ -19,7 +19,8 @@ FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_hands
 class ConnectionLimits:
     """Limits of each connection, read from the settings of the same names.
 
-    ``section`` is the section of these settings, ``server`` or ``gateway``, for messages.
+    ``section`` is the name of the settings' section, ``server`` or ``gateway``, which messages
+    show.
     """
 
     section: str
@@ -50,9 +51,10 @@ class ConnectionLimits:
 
     @property
     def max_refused_connections(self) -> int:
-        """Most connections, including those that get an error; more are closed without an answer.
+        """Most open connections, including rejected ones.
 
-        A rejected connection stays open for a moment, until its client has read the error.
+        Further ones are closed without an answer. A rejected connection stays open for a moment,
+        until its client has read the error.
         """
         return self.max_open_connections + self.max_open_connections // 8 + 8
 
@@ -94,7 +96,10 @@ class ConnectionLimits:
 
 
 class Refusal(Exception):
-    """An error answer that ends a connection. Raising it in a callback also stops the parser."""
+    """An error answer that ends a connection.
+
+    Raised in a parser callback, it also stops the parser.
+    """
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

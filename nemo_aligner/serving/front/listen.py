@@ -1,4 +1,4 @@
-"""Run uvicorn on the front's socket, in the main thread or another one, until it is drained."""
+"""Run uvicorn on the front's socket, in the main thread or another one, until it is stopped."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def open_socket(config: FrontConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
-        # SO_REUSEADDR is reset after binding: with it, the kernel gives the same port to two
-        # sockets that do not listen yet.
+        # Reset SO_REUSEADDR after binding: until a socket listens, the kernel would otherwise give
+        # the same port to a second socket with this option.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         raise _describe_bind_error(config, error) from error
-    # A killed server may have left its ready file; a script that waits for the file would continue
-    # at once.
+    # A killed server may have left its ready file. Remove it, because a script that waits for the
+    # file would continue before this server is ready.
     ReadyFile(config.ready_file).remove()
     return listener
 
@@ -71,7 +71,7 @@ def _describe_bind_error(config: FrontConfig, error: OSError) -> ServingError:
 
 
 def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
-    """Load the certificate and its key; None if none is configured.
+    """Load the server's certificate and its key; None if no certificate is configured.
 
     Raises:
         ServingError: a file is missing, the key does not belong to the certificate, or the key has
@@ -90,7 +90,7 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.certificate_file, config.key_file, refuse_password)
-    except (OSError, ServingError) as error:  # ssl.SSLError is an OSError
+    except (OSError, ServingError) as error:  # OSError includes ssl.SSLError
         files = f"{config.certificate_file}, {config.key_file}"
         raise ServingError(
             f"{config.section}.certificate_file, key_file: {files}: {error}"
@@ -106,8 +106,8 @@ def url_of(listener: socket.socket, config: FrontConfig) -> str:
 
 
 def _listen(listener: socket.socket) -> socket.socket:
-    """Let the socket accept connections; raise here, because uvloop would hide a failure."""
-    # SO_REUSEADDR is set again, because connections of an earlier server may still be closing.
+    """Make the socket listen; raise ServingError here, because uvloop would hide the failure."""
+    # Set SO_REUSEADDR again: connections of an earlier server on this port may still be closing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.listen(_BACKLOG)
@@ -131,7 +131,7 @@ class FrontServer:
 
         Args:
             front: the application.
-            config: its settings.
+            config: settings of the server or gateway.
             on_ready: called once requests are accepted.
             on_drain: called once no more requests are accepted.
         """
@@ -156,7 +156,7 @@ class FrontServer:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the front; it exists once requests are accepted."""
+        """The event loop of the front; read it only after the front has started."""
         assert self._server.loop is not None
         return self._server.loop
 
@@ -186,7 +186,7 @@ class FrontServer:
             self._thread.join()
 
     def failure(self) -> str | None:
-        """Return the reason why the front no longer answers; None while it does."""
+        """Return why the front no longer answers; None while it answers."""
         if self._thread is None or self._thread.is_alive():
             return None
         return f"the HTTP front ended: {self._error}"
@@ -202,7 +202,7 @@ class FrontServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server; it also starts and closes the scoring service in its event loop."""
+    """uvicorn's server, which also starts and closes the scoring service in its event loop."""
 
     def __init__(
         self,
@@ -248,7 +248,10 @@ def _ignore_signals_after_drain() -> Iterator[None]:
 
 
 class ReadyFile:
-    """A file that has the URL of a server while it answers; without a ``path``, no file."""
+    """A file that has the URL of a server while it answers.
+
+    Nothing is written if ``path`` is None.
+    """
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
@@ -261,14 +264,15 @@ class ReadyFile:
         """
         if self._path is None:
             return
-        # The file gets its name when it is complete, because a script reads it as soon as it
-        # exists.
+        # Write under another name, and rename: a script reads the file as soon as it exists.
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             partial.write_text(url + "\n")
             partial.replace(self._path)
         except OSError as error:
-            raise ServingError(f"ready_file: {self._path}: {error.strerror}") from error
+            raise ServingError(
+                f"ready_file: {self._path}: cannot be written: {error.strerror}"
+            ) from error
 
     def remove(self) -> None:
         """Remove the file, when the server no longer answers."""

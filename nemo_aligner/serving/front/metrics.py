@@ -17,8 +17,8 @@ from prometheus_client.exposition import generate_latest
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.serving.scoring import ScoringService
 
-# Upper bounds of the duration buckets in seconds, from a short sample on a GPU to a request behind
-# a full queue.
+# Upper bounds of the duration buckets in seconds: from a short sample on a GPU to a request that
+# waits behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
 # Counters that model servers publish (``LocalService.statistics``), with their help texts.
@@ -48,7 +48,7 @@ class FrontMetrics:
     def __init__(self) -> None:
         self.refused_connections: Mapping[int, int] = {}
         self.aborted_connections: Mapping[str, int] = {}
-        disable_created_metrics()  # otherwise each metric has a creation time, which is not used
+        disable_created_metrics()  # no creation time of each metric
         self._registry = CollectorRegistry()
         self._requests = Counter(
             f"{_HTTP}_requests",
@@ -76,7 +76,10 @@ class FrontMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def count_scored(self, path: str, scored: ScoredRows) -> None:
-        """Count the rows of an answer as scored or refused, and truncated ones also as cut."""
+        """Count the rows of an answer by outcome: scored or refused.
+
+        Truncated rows are also counted as cut.
+        """
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
@@ -117,7 +120,7 @@ class FrontMetrics:
 
 
 class _Snapshot:
-    """A Prometheus collector that returns metrics that were computed elsewhere."""
+    """A Prometheus collector that returns metrics which were computed elsewhere."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -48,7 +48,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One decoded request of any protocol.
+    """One decoded request of any protocol, with B samples.
 
     Attributes:
         texts: B raw texts or conversations; None if the request has token ids.
@@ -71,11 +71,11 @@ class ScoreRequest:
 
     @property
     def row_numbers(self) -> list[int]:
-        """Positions in the request of the B rows that are not rejected, ascending."""
+        """Indices in the request of the B rows that are not rejected, ascending."""
         return [row for row in range(self.num_rows) if row not in self.refused]
 
     def without_rows(self, reasons: Mapping[int, str]) -> ScoreRequest:
-        """Copy this request with more rows rejected: ``reasons`` maps their row numbers to why."""
+        """Return a copy with more rejected rows; ``reasons`` maps their numbers to the reasons."""
         keeps = [row not in reasons for row in self.row_numbers]
 
         def remaining(rows: Sequence[Any] | None) -> list[Any] | None:

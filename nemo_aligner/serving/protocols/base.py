@@ -31,15 +31,15 @@ from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 # Most problems that the error message of one body lists.
 _SHOWN_PROBLEMS = 3
-# pydantic reports a value that fits no branch of a union once for each branch, with nearly the same
-# words. Only this many reports are read; further ones are counted.
+# pydantic reports a value that fits no branch of a union once for each branch, in nearly the same
+# words. So only this many reports are read, and the further ones are only counted.
 _READ_PROBLEMS = 8
-# Characters of a bad value in a message, so that the line has room for the expected type.
+# Most characters of a bad value in a message, so that the line has room for the expected type.
 _SHOWN_VALUE = 60
-# pydantic appends the branch of a union to the location of a problem. That part of the location is
-# not a key of the body.
+# pydantic appends the branch of a union, e.g. "str", to the location of a problem. Messages omit
+# it, because it is not a key of the body.
 _BRANCH = re.compile(r"(str|int|float|bool)$|(list|dict)\[")
-# Our message for some of pydantic's error types; the other types keep pydantic's message.
+# Our messages for some of pydantic's error types; other types keep pydantic's message.
 _WORDS = {
     "missing": "required, but missing",
     "too_short": "got {actual_length}, wanted at least {min_length}",
@@ -53,7 +53,7 @@ _WORDS = {
 
 
 class Body(BaseModel):
-    """Base of all request and answer bodies; fields of a request that are not declared are kept."""
+    """Base of all request and answer bodies; it keeps fields of a request that are not declared."""
 
     # Strict: otherwise pydantic converts "1" to a number, and a number to a string.
     model_config = ConfigDict(extra="allow", strict=True)
@@ -61,10 +61,10 @@ class Body(BaseModel):
 
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
-# A list in a body. Validation stops at its first bad element: pydantic would create an error for
-# each of millions of elements, and the server could answer nobody meanwhile.
+# A list in a body. Validation stops at the first bad element: an error for each of millions of
+# elements would block the server for seconds.
 Items = Annotated[list[Item], Field(fail_fast=True)]
-# Most samples of one request. No setting raises it, because validating millions of samples takes
+# Most samples of one request. It is not a setting, because validating millions of samples takes
 # many seconds.
 MOST_ROWS = 2**16
 Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
@@ -75,7 +75,7 @@ class Served:
     """The served model, for answers that name it.
 
     Attributes:
-        model_name: the name in answers of vLLM's and the reranking protocols.
+        model_name: name of the model in answers of vLLM's and the reranking protocols.
         attributes: names of the A columns of a reward.
         weights: A weights that merge the attributes into one reward; None if the server publishes
             no scoring contract.
@@ -90,7 +90,9 @@ class Served:
     scale: str | None = None
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
-        """Merge rewards ``[B, A]`` into one per row by the weights; A = 1 is returned unchanged.
+        """Merge the A attributes of rewards ``[B, A]`` into one reward per row, by ``weights``.
+
+        A single attribute is returned unchanged.
 
         Raises:
             ServingError: A > 1, and the weights are not known.
@@ -105,19 +107,19 @@ class Served:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """An HTTP status, an object that is sent as JSON, and additional headers."""
+    """The answer of a protocol: HTTP status, object to send as JSON, and additional headers."""
 
     status: int
     content: Any
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-# Headers that list row numbers (from 0): of samples that were cut to the model's length, and of
-# samples that are not written in the model's chat template. They are headers because the answers of
-# some protocols have no room for another field.
+# Headers of an answer that list row numbers (from 0): samples that were cut to the model's length,
+# and samples that are not written in the model's chat template. They are headers because the bodies
+# of some protocols have no field for them.
 TRUNCATED_ROWS = "X-Truncated-Rows"
 FOREIGN_ROWS = "X-Foreign-Template-Rows"
-_MOST_SHOWN_ROWS = 100  # because clients reject headers of more than 8 KiB
+_MOST_SHOWN_ROWS = 100  # not all rows: clients reject headers of more than 8 KiB
 
 
 def row_headers(scored: ScoredRows) -> dict[str, str]:
@@ -142,23 +144,24 @@ class Route(Generic[T]):
     """One URL of a protocol that answers with rewards, and the functions that translate for it.
 
     Attributes:
-        path: path of the URL; requests are POST.
+        path: path of the URL, for POST requests.
         about: one line for the OpenAPI page.
         request: model of the body; a body that does not fit is rejected with a one-line message.
         response: model of the answer, for the OpenAPI page.
         read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
         answer: builds the answer of a request that was scored.
         refuse: builds the answer of a request that failed; the body is None if it is unreadable.
-        sets_rows_aside: whether a row that cannot be scored gets an error of its own, while the
-            other rows are scored. If not, one such row fails the whole request.
-        completes_turns: whether a raw text or token row that ends with an end of turn is completed
-            with what the model's chat template writes after it (``gateway.complete_turns``).
+        sets_rows_aside: whether a row that cannot be scored gets a separate error, while the other
+            rows are scored. If not, one such row fails the whole request.
+        completes_turns: whether a raw text or token row that ends with an end-of-turn token is
+            completed with the text that the model's chat template writes after that token
+            (``gateway.complete_turns``).
         with_other_reply: builds the same request with a reply that is always valid. If a sample is
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
             the prompt is at fault, and ``refuse`` builds the answer.
-        marks: names of fields by which a body belongs to this route, if another protocol has a
-            route at the same ``path``, which is listed before this one.
+        marks: names of fields that only this protocol has. They select this route if another
+            protocol has an earlier route at the same ``path``.
     """
 
     path: str
@@ -177,7 +180,8 @@ class Route(Generic[T]):
         """Parse the body of a request.
 
         Raises:
-            ServingError, RequestError: see ``parse_body``.
+            ServingError: the body is not valid JSON, or does not fit ``request``.
+            RequestError: the body has too many samples.
         """
         return parse_body(self.request, body)
 
@@ -220,18 +224,18 @@ class ModelRoute:
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
-    """Answer ``{"detail": message}``, FastAPI's form, which clients of FastAPI servers read."""
+    """Build the error answer ``{"detail": message}``, FastAPI's form, which many clients read."""
     return HttpAnswer(failure.kind.status, {"detail": failure.message})
 
 
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
-# Bytes unpacked per step, so that memory exceeds the limit by no more than this.
+# Bytes that are unpacked per step; the memory in use exceeds the limit by at most this many.
 _UNPACKED_AT_ONCE = 2**16
 
 
 def unpack_body(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return a body's JSON: decompressed (see ``decompress``), without a byte order mark.
+    """Decompress a body, and remove a byte order mark, to get its JSON.
 
     Raises:
         RequestError: the unpacked body is longer than ``max_bytes``.
@@ -245,7 +249,7 @@ def unpack_body(content: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def is_packed(content: bytes, encoding: str) -> bool:
-    """Tell whether a body is compressed, so that even a small one may take long to unpack."""
+    """Tell whether a body is compressed; then even a small one may take long to unpack."""
     return encoding.strip().lower() == "deflate" or content.startswith(_GZIP)
 
 
@@ -253,8 +257,8 @@ def decompress(content: bytes, encoding: str, max_bytes: int) -> bytes:
     """Unpack a body that is compressed with gzip or deflate; return any other body unchanged.
 
     gzip is recognized by the first bytes, deflate only by ``encoding``, the ``Content-Encoding``
-    header. At most ``max_bytes`` and one buffer are held at any time, so a compression bomb does
-    not fill the memory. zlib works without the GIL.
+    header. Unpacking stops at ``max_bytes``, so a compression bomb does not fill the memory. zlib
+    releases the GIL.
 
     Raises:
         RequestError: the unpacked body is longer than ``max_bytes``.
@@ -269,7 +273,7 @@ def decompress(content: bytes, encoding: str, max_bytes: int) -> bytes:
         )
     if "gzip" in encoding and not content.startswith(_GZIP):
         raise ServingError(
-            "Content-Encoding: got gzip, but the body is not compressed; leave the header out"
+            "Content-Encoding: got gzip, but the body is not compressed; omit the header"
         )
     return _unpack(content, max_bytes) if is_packed(content, encoding) else content
 
@@ -285,15 +289,16 @@ def _unpack(content: bytes, max_bytes: int) -> bytes:
 
 
 def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
-    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # detects gzip or zlib
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # + 32: gzip or zlib
     start = 0
     try:
         while start < len(content) and not unpacker.eof:
-            # The input is passed in slices, because each call of zlib copies what it has not used.
+            # Pass the input in slices, because each call of zlib copies the input that it has not
+            # used.
             packed = content[start : start + _UNPACKED_AT_ONCE]
             start += len(packed)
             piece = b""
-            # A full piece may be followed by more output even when no input is left.
+            # If a piece is full, zlib may have more output even when no input is left.
             while packed or len(piece) == _UNPACKED_AT_ONCE:
                 piece = unpacker.decompress(packed, _UNPACKED_AT_ONCE)
                 packed = unpacker.unconsumed_tail
@@ -335,8 +340,8 @@ def parse_body(form: type[T], body: bytes) -> T:
         raise ServingError(_describe_problems(error, form)) from error
 
 
-# Names that protocols use for a sample. A route reads one of them; without a check it would ignore
-# the others, because unknown fields are kept.
+# Names that protocols use for a sample. A route reads one of them; without the check below it would
+# ignore the others, because unknown fields are kept.
 _SAMPLE_FIELDS = (
     *("input", "inputs", "input_ids", "messages", "conversations"),
     *("text", "texts", "prompt", "query", "queries"),
@@ -375,7 +380,7 @@ def read_conversation(value: Any) -> Text:
 
 
 def conversation_of(value: Any, location: str) -> Text:
-    """Read one conversation of a request; ``location`` is its place in the body, for messages.
+    """Read one conversation of a request; error messages show ``location``, its place in the body.
 
     Raises:
         ServingError: ``value`` is not a conversation.
@@ -417,14 +422,14 @@ def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
         error: pydantic's report, with one problem or many.
         request: the model that the body does not fit.
     """
-    # Links to pydantic's own pages are left out: they do not help the sender of a request.
+    # Omit the links to pydantic's own pages: they do not help the sender of a request.
     errors = error.errors(include_url=False)
     problems: dict[tuple[Any, ...], str] = {}
     for details in errors[:_READ_PROBLEMS]:
         location, message = details["loc"], _describe_problem(details, request)
         actual, separator, expected = message.partition(", wanted ")
         if location and separator and _BRANCH.match(str(location[-1])):
-            # The reports of a union's branches are merged: "wanted a string or a list".
+            # Merge the reports of a union's branches into one: "wanted a string or a list".
             key = (*location[:-1], actual)
             merged = problems.get(key, "")
             if expected not in merged:
@@ -441,14 +446,14 @@ def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
 
 
 def _escape_key(part: str | int) -> str:
-    """Return a part of a location; a key with line breaks or control characters is escaped."""
+    """Return a key of a body for a message, with line breaks and control characters escaped."""
     text = str(part)
     return text if text.isprintable() else json.dumps(text)
 
 
 def _describe_problem(details: ErrorDetails, request: type[BaseModel]) -> str:
     if details["type"] == "extra_forbidden":
-        # The fields of a nested model are not known here, only those of the body itself.
+        # The fields of a nested object are not known here, only those of the body itself.
         fields = request.model_fields if len(details["loc"]) == 1 else ()
         key = str(details["loc"][0])
         # Comparing a key of megabytes with the field names would take seconds.

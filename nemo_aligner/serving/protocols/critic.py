@@ -15,10 +15,10 @@ model             input        dtype      shape and meaning
 
 ``critic_infer`` answers ``values`` FP32 [B, S]: element t is the value of the sequence up to token
 t. S is the width of the request's ``tokens``, or the length of its longest sample; positions after
-a sequence's end are 0. ``exceeded`` INT32 [B, 1] is the same as that of ``reward_model``. A server
-that also has the reward model adds ``rewards`` FP32 [B, 1], merged over the attributes by the
-contract's weights. ``critic_train`` answers ``loss_mean`` FP32 [1]; ``critic_save`` answers
-``status`` INT64 [1], which is 0.
+a sequence's end are 0. ``exceeded`` INT32 [B, 1] is 1 for a truncated sample, as for
+``reward_model``. A server that also has the reward model adds ``rewards`` FP32 [B, 1], merged over
+the attributes by the contract's weights. ``critic_train`` answers ``loss_mean`` FP32 [1];
+``critic_save`` answers ``status`` INT64 [1], which is 0.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SAVE_OUTPUTS = (TensorSpec("status", np.int64, (1,)),)
 
 @dataclass(frozen=True)
 class CriticValues:
-    """Values of N sequences, and their rewards.
+    """A critic's answer: the values of N sequences, and their rewards if there is a reward model.
 
     Attributes:
         values: N arrays ``[tokens]`` float32.
-        rewards: ``[N]`` float32; None if no server has a reward model.
+        rewards: ``[N]`` float32; None if there is no reward model.
     """
 
     values: list[np.ndarray]
@@ -91,7 +91,7 @@ def encode_values(
 
 
 def decode_values(outputs: Mapping[str, np.ndarray]) -> CriticValues:
-    """Decode an answer of ``critic_infer``; all rows are padded to the longest sequence.
+    """Decode an answer of ``critic_infer``; its values are still padded to the longest sequence.
 
     Raises:
         KeyError: the answer has no values.
@@ -114,7 +114,7 @@ def encode_rollout(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def decode_rollout(inputs: Mapping[str, np.ndarray]) -> Rollout:
-    """Decode a rollout; ``Rollout.check`` tells whether its tensors fit each other.
+    """Decode the inputs of ``critic_train`` to a rollout; ``Rollout.check`` must check the shapes.
 
     Raises:
         DataError: a tensor is missing.
@@ -123,5 +123,5 @@ def decode_rollout(inputs: Mapping[str, np.ndarray]) -> Rollout:
     missing = [name for name in names if name not in inputs]
     if missing:
         actual = ", ".join(sorted(inputs)) or "no inputs"
-        raise DataError(f"got {actual}, wanted {', '.join(names)}")
+        raise DataError(f"critic_train: got {actual}, wanted {', '.join(names)}")
     return Rollout(*(inputs[name] for name in names))

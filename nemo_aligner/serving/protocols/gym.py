@@ -1,4 +1,4 @@
-"""NeMo Gym's requests to a resources server, of which ``POST /verify`` scores a rollout.
+"""NeMo Gym's requests to a resources server; its ``POST /verify`` scores a rollout.
 
 Shapes follow ``base_resources_server.py`` of nemo-gym 0.7. ``responses_create_params`` is the
 prompt: ``instructions``, ``tools``, and ``input``, a string or items of OpenAI's Responses API.
@@ -11,7 +11,7 @@ A rollout without a reward gets reward 0, a ``failure_kind`` of Gym's vocabulary
 its 0 does not measure the policy, so ``mask_sample`` excludes it from training. Sometimes the reply
 itself is at fault: it is too long, contains the template's special tokens, has arguments that are
 not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too, unless
-``gateway.reward_threshold`` is set: then the rollout failed the test, and its 0 counts.
+``gateway.reward_threshold`` is set: then it counts as a failed test, with reward 0.
 
 The HTTP status is 200 except for a body that is not a rollout, and for a failing model, e.g. one
 with NaN rewards, which would fail for every other rollout as well.
@@ -54,9 +54,10 @@ from nemo_aligner.utils.errors import ServingError
 # as its prefix.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted the reply"
-_ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
+_ROLES = {"developer": "system"}  # the Responses API's name for the system role
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
-# A reply that every contract accepts. If a rollout is rejected with it, its prompt is at fault.
+# A reply that every contract accepts. A rollout that is rejected even with this reply has a bad
+# prompt.
 _OTHER_REPLY = "."
 
 
@@ -67,7 +68,7 @@ _EXAMPLE: dict[str, Any] = {
 
 
 class ResponseParams(Body):
-    """The prompt that the policy got."""
+    """The prompt that the policy got, as parameters of OpenAI's Responses API."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -75,13 +76,13 @@ class ResponseParams(Body):
 
 
 class PolicyResponse(Body):
-    """The policy's output, as items of the Responses API."""
+    """The policy's output, as items of OpenAI's Responses API."""
 
     output: list[Any]
 
 
 class VerifyRequest(Body):
-    """One rollout; its further fields are returned unchanged."""
+    """One rollout: its prompt and output; the answer repeats all further fields."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -114,19 +115,19 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Read a rollout; raise ServingError if its prompt has items that are not text."""
-    # Only the response may provide the reply: a prompt may itself end with an assistant's turn.
+    # The reply must be in the response: a prompt may itself end with an assistant's turn.
     reply = turns_of(body.response.output, "response.output")
     if not reply or reply[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
     try:
         return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises ServingError if the prompt is at fault, too
+        read_with_other_reply(body)  # raises ServingError if the prompt is unreadable, too
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
-    """Read the prompt with a one-character reply; if it is rejected, the prompt is at fault."""
+    """Read the prompt with a one-character reply, to find out if the prompt is at fault."""
     other = {"role": "assistant", "content": _OTHER_REPLY}
     return ScoreRequest(texts=[_build_conversation(body, [other])])
 
@@ -147,7 +148,7 @@ def _build_conversation(body: VerifyRequest, reply: Messages) -> Text:
 
 
 def _convert_tool(tool: Any, number: int) -> dict[str, Any]:
-    """Convert a function from the form of the Responses API to that of the chat API."""
+    """Convert a function tool from the form of the Responses API to that of the chat API."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         location = f"responses_create_params.tools.{number}"
         raise ServingError(f"{location}: got {as_json(tool)}, wanted a function")
@@ -166,7 +167,7 @@ def turns_of(items: list[Any], location: str) -> Messages:
     for number, item in enumerate(items):
         place = f"{location}.{number}"
         kind = item.get("type") or "message" if isinstance(item, dict) else None
-        # Reward models are trained on replies without reasoning.
+        # Drop reasoning: reward models are trained on replies without it.
         if kind == "reasoning":
             continue
         read_item = _ITEM_READERS.get(kind) if isinstance(kind, str) else None
@@ -197,7 +198,7 @@ _ITEM_READERS = {"function_call": _read_call, "function_call_output": _read_call
 
 
 def merge_assistant_turns(turns: Messages) -> Messages:
-    """Merge messages and calls of the assistant that follow each other into one message.
+    """Merge successive messages and tool calls of the assistant into one message.
 
     The Responses API has separate items for text and calls; chat templates expect one turn.
     """
@@ -255,8 +256,8 @@ def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
 
 
 def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
-    # All fields of an answer are set, because a rollout that is scored again still has the fields
-    # of its first answer.
+    # Set all fields of an answer: a rollout that is scored again still has the fields of its first
+    # answer, which must be overwritten.
     return {
         "reward": 0.0,
         "raw_reward": None,
@@ -270,19 +271,18 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
     }
 
 
-# ``POST /compare``: replies to one conversation, and a reward for each.
-#
-# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends this request to a
-# generative judge, which compares pairs of replies. A reward model scores each reply by itself, so
-# ``comparison_results`` is empty, and ``rewards`` are the model's numbers (a judge's are from 1 to
-# 5). ``conversation_history`` has the messages before the replies; ``response_objs`` are read like
-# the response of ``/verify``. A ``principle`` instructs a judge, and no reward model follows it, so
-# it is rejected. If one reply cannot be scored, the whole group fails, because a made-up reward in
-# its place would train the policy.
+# ``POST /compare`` scores several replies to one conversation.  Gym's ``GenRMStrategy``
+# (``resources_servers/genrm_compare``, August 2026) sends this request to a generative judge, which
+# compares pairs of replies. A reward model scores each reply by itself, so ``comparison_results``
+# is empty, and ``rewards`` are the model's rewards (a judge gives 1 to 5). ``conversation_history``
+# has the messages before the replies; ``response_objs`` are read like the response of ``/verify``.
+# A ``principle`` instructs a judge, and no reward model follows it, so it is rejected. If one reply
+# cannot be scored, the whole group fails, because a made-up reward in its place would train the
+# policy.
 
 
 class CompareRequest(Body):
-    """A request of ``/compare``: the conversation so far, and replies to it that are scored."""
+    """A request of ``/compare``: the conversation so far, and the replies to score."""
 
     conversation_history: Items[dict[str, Any]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
@@ -323,7 +323,7 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
 
 
 def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Answer the rewards, and metrics under the names that Gym's judge uses."""
+    """Build the answer: rewards, and metrics under the names that Gym's judge uses."""
     rewards = served.one_reward(scored.rewards)
     metrics = {
         "mean_individual_score": float(np.mean(rewards)),
@@ -369,17 +369,17 @@ ROUTES: list[Route[Any]] = [
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
-_MOST_NAMES = 1000  # names of numbers in the rollouts of a run, which usually has dozens
-_MOST_IN_PYTHON = 64  # for up to this many numbers, plain Python is faster than numpy
+_MOST_NAMES = 1000  # most names of numbers in the rollouts of a run, which usually has dozens
+_MOST_IN_PYTHON = 64  # up to this many numbers, Python computes faster than numpy
 _LARGEST = sys.float_info.max
-_GYM_PREFIX = "_ng_"  # prefix of Gym's internal fields, which are no measurements
+_GYM_PREFIX = "_ng_"  # names with this prefix are Gym's internal fields, no measurements
 _SESSION = "resources_session_id"
 # Prefix of the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
 ROLLOUT_PREFIX = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
 
 
 class SessionRequest(Body):
-    """The identifier of a session, if an environment server assigned one."""
+    """A request with the identifier of a session, if the environment server assigned one."""
 
     resources_session_id: str | None = None
 
@@ -391,7 +391,7 @@ class AggregateRequest(Body):
 
 
 def answer_session(content: bytes) -> HttpAnswer:
-    """Return the identifier of the session, if there is one."""
+    """Answer a session request with the session's identifier, if it has one."""
     body = parse_body(SessionRequest, content)
     session = body.resources_session_id
     return HttpAnswer(200, {} if session is None else {_SESSION: session})
@@ -437,7 +437,7 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 
 
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
-    """Answer ``stateless``: Gym may send any rollout again, at any time, to be scored again."""
+    """Answer ``stateless``: Gym may send any rollout again at any time, to be scored again."""
     return HttpAnswer(200, "stateless")
 
 
@@ -464,7 +464,7 @@ class _Group:
         self.columns: dict[str, list[float]] = defaultdict(list)
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Add one rollout: its fields by name."""
+        """Add the numeric fields of one rollout: field name -> number."""
         self.num_rollouts += 1
         for name, number in numbers.items():
             self.columns[name].append(number)
@@ -484,7 +484,8 @@ def _read_numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in rollout.items()
-        # math.isfinite is not used: it raises for an integer of more than 308 digits.
+        # Compare instead of calling math.isfinite, which raises for an integer of more than 308
+        # digits.
         if isinstance(value, (int, float))
         and -_LARGEST <= value <= _LARGEST
         and name[:4] != _GYM_PREFIX
@@ -495,7 +496,8 @@ def _read_numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
 def _compute_statistics(column: list[float]) -> dict[str, float]:
     if len(column) > _MOST_IN_PYTHON:
         return _compute_statistics_in_numpy(column)
-    # A task has a few rollouts, for which numpy takes twenty times as long.
+    # Python instead of numpy: a task has a few rollouts, for which numpy takes twenty times as
+    # long.
     count, ordered = len(column), sorted(column)
     low, high = ordered[(count - 1) // 2], ordered[count // 2]
     mean = sum(column) / count
@@ -524,7 +526,7 @@ def _compute_statistics_in_numpy(column: list[float]) -> dict[str, float]:
 def _count_masked(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """Count measured and masked rollouts and tasks for the metrics of a run.
+    """Count rollouts and tasks that are measured, and those that are masked (excluded).
 
     Returns:
         Counts under names that begin with ``coverage/``; empty if no rollout is masked.

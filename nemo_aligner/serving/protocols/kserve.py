@@ -94,9 +94,9 @@ OUTPUTS = (
     TensorSpec("contract_hash", bytes, (1,)),
     TensorSpec("model_fingerprint", bytes, (1,)),
 )
-# Outputs that are sent only if rewards are shaped, a head has several outputs per attribute, or the
-# model has rewards of turns or steps. Each tensor is the field of ``ScoredRows`` of the same name;
-# a field ``[B]`` is sent as ``[B, 1]``.
+# Outputs of an answer that are optional: for shaped rewards, for several outputs of the head per
+# attribute, and for rewards of turns or steps. Each tensor is the field of ``ScoredRows`` of the
+# same name; a field ``[B]`` is sent as ``[B, 1]``.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -123,7 +123,7 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
 
 def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
     """Encode the inputs of a request for B conversations."""
-    # Texts are not escaped to ASCII, which would double or triple their size in most scripts.
+    # Not escaped to ASCII, which would double or triple the size of texts in most scripts.
     rows = (
         json.dumps(as_json(conversation), ensure_ascii=False).encode()
         for conversation in conversations
@@ -132,7 +132,7 @@ def encode_conversations(conversations: Sequence[Messages | Conversation]) -> di
 
 
 def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """Encode the inputs of a request for token ids: zero-padded ``[B, S]``, lengths ``[B, 1]``.
+    """Encode the inputs of a request for token ids: padded ``[B, S]``, and lengths ``[B, 1]``.
 
     Raises:
         DataError: a row is empty or has elements that are not token ids.
@@ -164,7 +164,7 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
 
 
 def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
-    """Decode the outputs of an answer; servers of NeMo-Aligner send only rewards and exceeded."""
+    """Decode the outputs of an answer; other servers may send only ``rewards`` and ``exceeded``."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
@@ -172,7 +172,7 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
         values = optional[spec.name]
         if values is not None and spec.dtype is bytes:
             optional[spec.name] = _decode_steps(values)
-        elif values is not None and spec.shape == (1,):  # one number per row: [B, 1] on the wire
+        elif values is not None and spec.shape == (1,):  # one number per row: sent as [B, 1]
             optional[spec.name] = values.reshape(-1)
     return ScoredRows(
         rewards,
@@ -185,7 +185,10 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
 
 
 def _first_text(outputs: Mapping[str, np.ndarray], name: str) -> str | None:
-    """Decode a string that is equal for all rows; None if the server sends none or an empty one."""
+    """Decode a text output from its first row, because all rows have the same text.
+
+    None if the server does not send it, or sends an empty one.
+    """
     values = outputs.get(name, np.array([b""]))
     return _decode_bytes(values.reshape(-1)[0]) or None
 
@@ -232,10 +235,10 @@ def decode_fingerprint(outputs: Mapping[str, np.ndarray]) -> str | None:
 def decode_template_part(
     outputs: Mapping[str, np.ndarray], name: str, from_dict: Callable[[Any], T]
 ) -> T | None:
-    """Decode ``turn_end`` or ``sample_frame`` (``name``); None if the template has none.
+    """Decode the output ``name``, ``turn_end`` or ``sample_frame``; None if the template has none.
 
     Raises:
-        ServingError: the server does not send it, like servers of earlier versions.
+        ServingError: the server does not send it, e.g. because it is of an earlier version.
     """
     try:
         values = _decode_json(outputs[name])
@@ -245,7 +248,7 @@ def decode_template_part(
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """Encode the server's counts as an output of the ``contract`` endpoint."""
+    """Encode the server's counts as the output ``statistics`` of the ``contract`` endpoint."""
     return {"statistics": _json_output(dict(statistics))}
 
 
@@ -279,10 +282,10 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     """Check the input tensors of one request and convert them to a ``ScoreRequest``.
 
     Raises:
-        ServingError: the tensors contradict each other or the tables in the module's docstring.
+        ServingError: the tensors contradict each other, or are not inputs of ``reward_model``.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
-    # Only one form is accepted, so that all rows are scored with the chat template or all without.
+    # Exactly one form, so that either all rows or none are written in the chat template.
     if len(forms) != 1:
         raise ServingError(
             f"got {_list_names(inputs)}, wanted exactly one of sentences, conversations, "
@@ -314,16 +317,16 @@ def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def _num_bytes(array: np.ndarray) -> int:
-    # For an array of bytes objects, nbytes would count only the pointers.
+    # Sum the lengths: for an array of bytes objects, nbytes would count only the pointers.
     return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
 
 
 def _token_ids(number: int, row: Sequence[int]) -> np.ndarray:
     if len(row) == 0:
-        raise DataError(f"row {number}: it has no tokens; leave the row out")
+        raise DataError(f"row {number}: it has no tokens; omit the row")
     try:
         ids = np.asarray(row)
-    except ValueError:  # nested lists of different lengths
+    except ValueError:  # ValueError: nested lists of different lengths
         ids = np.array(None)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(f"row {number}: got {shown(row)}, wanted token ids")
@@ -346,7 +349,10 @@ def _read_column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list
 
 
 def _decode_text(form: str, row: int, raw: Any) -> str:
-    """Decode UTF-8 strictly: with replaced bytes, a different text would be scored."""
+    """Decode one text as UTF-8.
+
+    Raise if it is invalid, because replaced bytes would change the text.
+    """
     try:
         return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
     except UnicodeDecodeError as error:

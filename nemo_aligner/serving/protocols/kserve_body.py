@@ -2,7 +2,7 @@
 
 A body is a JSON object, whose length is in a header, followed by the tensors' bytes in the order in
 which the JSON lists them, little-endian. Each element of a BYTES tensor is preceded by its length
-in 4 bytes. Binary data spares both sides escaping and parsing texts as JSON. The client and the
+in 4 bytes. With binary data, neither side has to escape or parse texts as JSON. The client and the
 HTTP front both use this module.
 """
 
@@ -22,8 +22,8 @@ from nemo_aligner.utils.errors import ServingError, short, shown
 Tensors = dict[str, np.ndarray]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# Request parameter of a probe, whose rewards nobody uses: NeMo Gym's ``/verify`` sends one to find
-# out whether the prompt or the reply is at fault.
+# Request parameter that marks a probe, a request whose rewards nobody uses. NeMo Gym's ``/verify``
+# sends one to find out whether the prompt or the reply is at fault.
 _PROBE = "probe"
 _BYTES = "BYTES"
 _TYPES = {
@@ -41,7 +41,7 @@ _TYPES = {
     "FP64": np.float64,
 }
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
-# Python types that the elements of a datatype may have in JSON.
+# Python types that JSON elements may have, for each KServe datatype.
 _JSON_TYPES: dict[str, set[type]] = {
     _BYTES: {str},
     "BOOL": {bool},
@@ -57,7 +57,7 @@ _MOST_ITEMS = 2**31
 
 
 def datatype_of(dtype: Any) -> str:
-    """Return the KServe datatype for a numpy dtype; ``bytes`` and objects are BYTES."""
+    """Return the KServe datatype for a numpy dtype; for ``bytes`` and objects it is BYTES."""
     return _NAMES.get(np.dtype(dtype), _BYTES)
 
 
@@ -95,7 +95,10 @@ def encode_body(
 
 
 def is_probe(request: Mapping[str, Any]) -> bool:
-    """Tell whether the JSON of a request has the parameter that excludes it from statistics."""
+    """Tell whether a request is a probe, which is not counted in the statistics.
+
+    ``request`` is its JSON.
+    """
     parameters = request.get("parameters")
     return isinstance(parameters, dict) and parameters.get(_PROBE) is True
 
@@ -155,9 +158,12 @@ def decode_tensors(listed: object, binary: bytes) -> Tensors:
 
 
 def _binary_size(entry: Mapping[str, Any], remaining: int) -> int:
-    """Return a tensor's size in bytes in the ``remaining`` binary data; 0 if its data is JSON."""
+    """Return how many of the ``remaining`` bytes of binary data belong to this tensor.
+
+    0 if the tensor's data is in the JSON.
+    """
     parameters = entry.get("parameters")
-    if parameters is None:  # some clients send null
+    if parameters is None:  # None: some clients send null
         parameters = {}
     if not isinstance(parameters, dict):
         raise ServingError(f"parameters: got {shown(parameters)}, wanted an object")
@@ -193,12 +199,12 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
         if len(raw) != size:
             tensor = f"shape {shape} of {datatype}"
             raise ServingError(f"got {len(raw)} bytes of binary data, wanted {size} for {tensor}")
-        # numpy would misread a bool whose byte is neither 0 nor 1, so compare instead of cast.
+        # Compare instead of casting: numpy would misread a bool whose byte is neither 0 nor 1.
         is_bool = datatype == "BOOL"
         values = np.frombuffer(raw, np.uint8) != 0 if is_bool else np.frombuffer(raw, dtype)
     try:
         return values.reshape(shape)
-    except ValueError:  # a size of 0 next to sizes whose product overflows
+    except ValueError:  # ValueError: the product of the sizes overflows, e.g. next to a size of 0
         raise ServingError(f"shape: got {shape}, which is too large") from None
 
 
@@ -220,7 +226,7 @@ def _check_count(count: int, expected: int, shape: Sequence[int]) -> None:
 
 
 def _flatten_data(data: Any, shape: Sequence[int]) -> list[Any]:
-    """Return JSON elements in row-major order; they are sent flat or nested like the shape."""
+    """Return JSON elements in row-major order; clients send them flat, or nested like the shape."""
     if not isinstance(data, list):
         raise ServingError(f"data: got {shown(data)}, wanted a list")
     if not data or not isinstance(data[0], list):
@@ -235,7 +241,7 @@ def _flatten_data(data: Any, shape: Sequence[int]) -> list[Any]:
 
 def _from_json(data: list[Any], datatype: str) -> np.ndarray:
     allowed = _JSON_TYPES[datatype]
-    # Types are checked first: numpy would convert strings to numbers, and truncate fractions.
+    # Check the types first: numpy would convert strings to numbers, and truncate fractions.
     if not {*map(type, data)} <= allowed:
         row = next(row for row, value in enumerate(data) if type(value) not in allowed)
         raise ServingError(f"data, element {row}: got {shown(data[row])}, wanted {datatype}")
@@ -250,7 +256,7 @@ def _from_json(data: list[Any], datatype: str) -> np.ndarray:
     if dtype.kind != "f":
         return np.array(data, dtype)
     try:
-        # JSON has no NaN: servers write null instead.
+        # None becomes NaN: JSON has no NaN, so servers write null.
         wide = np.array([np.nan if value is None else value for value in data], np.float64)
     except OverflowError:
         raise ServingError(f"data: got a number that does not fit {datatype}") from None
@@ -272,8 +278,12 @@ def _encode_item(row: int, text: str) -> bytes:
 
 
 def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
-    """Decode BYTES elements, each preceded by its length; they must use up all of ``raw``."""
-    # Checked before memory is allocated: each element has at least the 4 bytes of its length.
+    """Decode BYTES elements, each preceded by its length.
+
+    Raises:
+        ServingError: the elements do not use up exactly all of ``raw``.
+    """
+    # Check before allocating memory: each element has at least the 4 bytes of its length.
     if count * _LENGTH.size > len(raw):
         raise ServingError(f"got {len(raw)} bytes of binary data, too few for shape {shape}")
     values = np.empty(count, dtype=np.object_)

@@ -3,8 +3,9 @@
 OpenRLHF's trainer (0.11: ``openrlhf/utils/agent.py``; its own server: ``openrlhf/cli/serve_rm.py``)
 sends ``query``, raw texts of prompt and reply in the policy's chat template. It also sends
 ``prompts`` and ``labels``, which are ignored. A query is scored unchanged, unless it ends with the
-policy's end of turn: then it is completed with what the model's chat template writes after a turn.
-The trainer filters prompts by ``scores`` of the answer, and logs its ``extra_logs``.
+policy's end-of-turn token: then it is completed with the text that the model's chat template writes
+after that token. The trainer filters prompts by ``scores`` of the answer, and logs its
+``extra_logs``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nemo_aligner.serving.protocols.base import (
 
 
 class GetRewardRequest(Body):
-    """Raw texts to score; undeclared fields do not affect their rewards."""
+    """Raw texts to score; further fields of the request do not affect the rewards."""
 
     query: Rows[str] = Field(min_length=1, examples=[["What is red? A rose."]])
     prompts: list[Any] | None = None
@@ -47,13 +48,13 @@ def read(body: GetRewardRequest) -> ScoreRequest:
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Answer the rewards; ``extra_logs`` has truncation, and the rewards of several attributes."""
+    """Build the answer: rewards, and ``extra_logs`` with truncation and attributes."""
     rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()
     logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}
-    # Sent in every answer, even if all values are 0: OpenRLHF averages over the answers that have
-    # the field.
+    # Send the field in every answer, even if all values are 0: OpenRLHF averages it only over
+    # answers that have it.
     logs["truncated"] = scored.exceeded.astype(float).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 

@@ -1,4 +1,4 @@
-"""Reranking as in vLLM, Jina and Cohere: ``POST /rerank``, ``/v1/rerank`` and ``/v2/rerank``.
+"""Reranking of vLLM, Jina and Cohere: ``POST /rerank``, ``/v1/rerank`` and ``/v2/rerank``.
 
 All three send ``query``, ``documents`` (strings, or objects with ``text``), ``top_n`` and
 ``return_documents``, and read ``results``, best first, each with ``index`` and ``relevance_score``.
@@ -34,8 +34,8 @@ from nemo_aligner.serving.protocols.vllm import check_fixed
 from nemo_aligner.serving.protocols.vllm import refuse as refuse_like_vllm
 from nemo_aligner.utils.errors import ServingError
 
-# Accepted values of ``rank_fields``, with which Cohere's first version selects the parts of a
-# document that count. Here a document has only ``text``.
+# Accepted values of ``rank_fields``. In Cohere's first version it lists the fields of a document to
+# rank by, but here a document has only ``text``.
 _RANK_FIELDS = (None, ["text"])
 
 
@@ -50,7 +50,7 @@ class DocumentsRequest(Body):
 
 
 class RankedDocument(Body):
-    """One result: index of the document in the request, its reward, and itself if requested."""
+    """One result: a document's index in the request, its reward, and its text if requested."""
 
     index: int
     relevance_score: float
@@ -90,7 +90,11 @@ def read(body: DocumentsRequest) -> ScoreRequest:
 
 
 def _read_content(value: str | dict[str, Any], location: str) -> str:
-    """Return a string, the text of Cohere's and Jina's object, or vLLM's joined text parts."""
+    """Return the text of a query or document.
+
+    It is a string, an object with ``text`` (Cohere and Jina), or a list of text parts (vLLM), whose
+    texts are joined. ``location`` is its place in the body, for error messages.
+    """
     if isinstance(value, str):
         return value
     content = value.get("text", value.get("content"))
@@ -98,8 +102,8 @@ def _read_content(value: str | dict[str, Any], location: str) -> str:
 
 
 def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List the best documents; if rewards are equal, the earlier one comes first, as in vLLM."""
-    # Only the requested results are built: a request may have many documents and a small top_n.
+    """List the documents with the largest rewards; of equal ones, the earlier comes first."""
+    # Build only the requested results: a request may have many documents and a small top_n.
     ranked = sorted(enumerate(served.one_reward(scored.rewards)), key=lambda pair: -pair[1])
     results = []
     for index, reward in ranked[: body.top_n or None]:
@@ -113,7 +117,8 @@ def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[s
         "id": f"rerank-{uuid.uuid4().hex}",
         "model": served.model_name,
         "results": results,
-        # Clients of all three protocols read the field, but the gateway has no tokenizer to count.
+        # Zeros: clients of all three protocols read the field, but the gateway has no tokenizer to
+        # count tokens.
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
         "meta": {},
     }

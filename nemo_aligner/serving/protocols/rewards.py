@@ -39,14 +39,14 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import DataError, ServingError
 
-# Fields that are only sent if the server shapes its rewards.
+# Fields of the answer that are only sent if the server shapes its rewards.
 _SHAPED = ("raw_rewards", "deviation")
-# Fields of models with several outputs per attribute, sent on request.
+# Fields of the answer for models with several outputs per attribute, sent on request.
 _OUTPUTS = ("spread", "outputs")
 
 
-# A list of messages, or an object with messages, tools and documents. It is not validated here,
-# because ``read_text`` describes errors better.
+# A list of messages, or an object with messages, tools and documents. pydantic does not validate
+# it, because ``read_text`` describes errors better.
 RewardConversation = Annotated[
     Any,
     WithJsonSchema(
@@ -93,7 +93,7 @@ class StepReward(Body):
         start: first character of the turn or step in the text of its message, or in the raw text.
         end: the character after its last one.
 
-    For a sample of token ids, all three parts of the position are null.
+    For a sample of token ids, ``message``, ``start`` and ``end`` are null.
     """
 
     rewards: list[float]
@@ -166,7 +166,10 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
 
 
 def _list_steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
-    """Convert each row's ``StepRewards`` to a list of ``StepReward`` objects; None stays None."""
+    """Convert each row's ``StepRewards`` to a list of ``StepReward`` objects for the JSON answer.
+
+    A row without steps (None) stays None.
+    """
     return [None if row is None else _list_steps_of_row(row) for row in rows]
 
 
@@ -188,7 +191,7 @@ def _list_rows(values: np.ndarray) -> list[Any]:
 
 
 def _list_booleans(values: np.ndarray) -> list[bool | None]:
-    """Convert 1, 0 and NaN to true, false and null."""
+    """Convert the numbers 1, 0 and NaN to true, false and null for the JSON answer."""
     return [None if math.isnan(value) else bool(value) for value in values.tolist()]
 
 

@@ -2,11 +2,11 @@
 
 A body with ``text`` or ``input_ids`` is SGLang's; shapes follow ``EmbeddingReqInput`` of
 ``sglang/srt/managers/io_struct.py`` (August 2026). The body has one text or list of token ids, or a
-list of these. Samples are scored unchanged, unless they end with an end of turn: then they are
-completed with what the chat template writes after it. The answer is one object, or a list of
-objects for a list: ``embedding`` has the rewards, ``meta_info`` the request's id and, for token
-ids, their number. Fields that change the sample (images, adapters, prepared embeddings) are
-rejected.
+list of these. Samples are scored unchanged, unless they end with an end-of-turn token: then they
+are completed with the text that the chat template writes after that token. The answer is one
+object, or a list of objects for a list: ``embedding`` has the rewards, ``meta_info`` the request's
+id and, for token ids, their number. Fields that change the sample (images, adapters, prepared
+embeddings) are rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Fields that change the sample or the model, or that request more than rewards.
+# Unsupported fields: they change the sample or the model, or request more than rewards.
 _UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -49,7 +49,7 @@ _UNSUPPORTED = (
 
 
 class SglangRequest(Body):
-    """``text`` or ``input_ids``: one sample or several."""
+    """A request with ``text`` or ``input_ids``, which have one sample or several."""
 
     text: str | Rows[str] | None = Field(None, examples=[["What is red? A rose."]])
     input_ids: Items[int] | Rows[Items[int]] | None = None
@@ -64,11 +64,15 @@ class SglangRow(Body):
 
 
 class SglangResponse(RootModel[SglangRow | list[SglangRow]]):
-    """One object for a single sample, a list of objects for a list."""
+    """One object for a request of a single sample; a list of objects for a list of samples."""
 
 
 def read(body: SglangRequest) -> ScoreRequest:
-    """Read texts or token ids; raise ServingError for both, neither, or an unsupported field."""
+    """Read texts or token ids of a request.
+
+    Raises:
+        ServingError: the request has both, neither, or an unsupported field.
+    """
     for name in _UNSUPPORTED:
         value = (body.model_extra or {}).get(name)
         if value not in (None, False, []):
@@ -83,7 +87,7 @@ def read(body: SglangRequest) -> ScoreRequest:
     refuse_other_samples(body, name)
     rows = _list_samples(body)
     if not rows:
-        raise ServingError(f"{name}: got none, wanted at least 1")
+        raise ServingError(f"{name}: got no samples, wanted at least 1")
     if isinstance(body.rid, list) and (_is_single(body) or len(body.rid) != len(rows)):
         expected = "a string" if _is_single(body) else f"a list of {len(rows)} strings"
         raise ServingError(
@@ -103,7 +107,7 @@ def _list_samples(body: SglangRequest) -> list[Any]:
 
 
 def answer(body: SglangRequest, scored: ScoredRows, served: Served) -> Any:
-    """Answer the rewards of each sample as its ``embedding``.
+    """Build the answer, in which each sample's ``embedding`` has its rewards.
 
     ``meta_info`` has ``truncated`` if the sample was cut to the model's length, and
     ``prompt_tokens`` only for token ids, because the gateway has no tokenizer.

@@ -1,4 +1,4 @@
-"""slime's and miles' remote reward model: ``POST /remote_rm``.
+"""The remote reward model of the trainers slime and miles: ``POST /remote_rm``.
 
 With ``--rm-type remote_rm``, both trainers post one sample at a time to ``--rm-url``, which may
 have any path (August 2026: ``slime/rollout/rm_hub/__init__.py``, and miles' file of the same name).
@@ -6,8 +6,8 @@ A body has ``prompt``, ``response`` and ``label``; the whole answer is one numbe
 
 ``prompt`` is what the policy was given. If slime applied the policy's chat template, or none, the
 prompt is a string, and ``prompt + response`` is scored as a raw text. Otherwise the prompt is a
-list of messages, and ``response`` is the assistant's next message. ``label`` is for checkers of
-answers; it is ignored.
+list of messages, and ``response`` is the assistant's next message. ``label`` (the right answer, for
+rule-based rewards) is ignored.
 
 If the status is not 200, slime repeats the request up to ten times, and then ends its run.
 """
@@ -62,7 +62,7 @@ def answer(body: RemoteRmRequest, scored: ScoredRows, served: Served) -> float:
 
 
 def refuse(failure: RequestError, body: RemoteRmRequest | None) -> HttpAnswer:
-    """Answer a failed request with ``{"error"}``; these clients read only the status."""
+    """Answer a failed request with ``{"error": message}``; these trainers read only the status."""
     return HttpAnswer(failure.kind.status, {"error": failure.message})
 
 

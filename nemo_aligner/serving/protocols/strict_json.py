@@ -14,10 +14,11 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError, short
 
-# Deepest nesting of lists and objects. It is pydantic's own limit minus one level, applied to all
-# parsers, because recursive functions read the values later.
+# Deepest nesting of lists and objects, for all parsers, because recursive functions read the values
+# later. It is pydantic's own limit minus one level.
 MOST_LEVELS = 200
-# Most keys of one object. Without it, checking a body of a million unknown keys takes seconds.
+# Most keys of one object. Without the limit, checking a body of a million unknown keys takes
+# seconds.
 MOST_KEYS = 10_000
 _SHOWN_NEIGHBOURS = 3
 
@@ -33,21 +34,21 @@ def read_json(text: str) -> Any:
         value = json.loads(text, object_pairs_hook=_build_object)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # also for an integer of more than 4300 digits
+    except ValueError as error:  # ValueError: no JSON, or an integer of more than 4300 digits
         raise ServingError(f"not JSON ({error})") from None
     _check_levels(value)
     return value
 
 
 def check_keys(body: bytes) -> None:
-    """Check the keys of a body that pydantic parses afterwards.
+    """Check the keys of a JSON body before pydantic parses it.
 
     Invalid JSON passes, because pydantic reports that error.
 
     Raises:
         ServingError: an object has a duplicate key or more than ``MOST_KEYS`` keys.
     """
-    # A body with one colon has at most one key. A large list of token ids skips the check this way.
+    # A body with one colon has at most one key, so a large list of token ids is not parsed twice.
     if body.count(b":") > 1:
         with suppress(ValueError, RecursionError):
             json.loads(body.decode(), object_pairs_hook=_check_pairs)
@@ -68,7 +69,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_duplicate(pairs: list[tuple[str, Any]]) -> str:
-    """Name the first duplicate key, and some of its neighbours so that its object can be found."""
+    """Describe the first duplicate key with some of the keys around it, to help find the object."""
     seen: dict[str, None] = {}
     duplicate = ""
     for key, _ in pairs:

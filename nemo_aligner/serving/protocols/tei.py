@@ -4,15 +4,15 @@ Shapes follow ``router/src/http/types.rs`` of TEI (July 2026).
 
 ``/predict``: ``inputs`` is a text, a pair of two texts, or a list of such inputs, each written as a
 list of one or two texts. The answer lists the attributes with their rewards, largest first, for
-each input. A text is scored unchanged, unless it ends with an end of turn: then it is completed
-with what the chat template writes after it. A pair is scored as a conversation: the user's message
-and the reply.
+each input. A text is scored unchanged, unless it ends with an end-of-turn token: then it is
+completed with the text that the chat template writes after that token. A pair is scored as a
+conversation: the user's message and the reply.
 
 ``/rerank``: ``query`` is the user's message, ``texts`` are replies. The answer has the index and
 one reward of each reply, best first.
 
-``raw_scores`` defaults to true here, unlike in TEI: a score is a reward. With an explicit false,
-which litellm sends, scores are the sigmoids of the rewards, as in TEI; the order is the same.
+``raw_scores`` defaults to true here, unlike in TEI: a score is a reward. If a request sets it to
+false, as litellm does, scores are the sigmoids of the rewards, as in TEI, which keeps the order.
 ``truncate: true`` is rejected, because the scoring contract decides how a long sample is cut.
 
 ``GET /info`` describes the model in TEI's form.
@@ -67,7 +67,10 @@ class Prediction(Body):
 
 
 class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
-    """The attributes of one input; for a list of inputs, a list with the attributes of each."""
+    """The attributes of one input with their rewards.
+
+    For a list of inputs, one such list for each.
+    """
 
 
 class RerankRequest(Body):
@@ -94,7 +97,11 @@ class RerankResponse(RootModel[list[Rank]]):
 
 
 def read_predict(body: PredictRequest) -> ScoreRequest:
-    """Read texts and pairs; raise ServingError if there are none, or an option is unsupported."""
+    """Read texts and pairs of texts as samples.
+
+    Raises:
+        ServingError: there are no inputs, or an option is not supported.
+    """
     _check_options(body)
     refuse_other_samples(body, "inputs")
     inputs: Any = body.inputs
@@ -136,7 +143,7 @@ def _check_options(body: PredictRequest | RerankRequest) -> None:
 
 
 def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> None:
-    """Reject the request if a sample was cut although ``truncate`` is false.
+    """Reject the request if it sets ``truncate`` to false, and a sample was cut.
 
     Raises:
         RequestError: a sample was cut; the message names its row.

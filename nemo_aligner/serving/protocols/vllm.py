@@ -1,17 +1,18 @@
 """vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in vLLM 0.32.
 
 Shapes follow ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, a list of token ids,
-or a list of either. An input is scored unchanged, unless it ends with an end of turn: then it is
-completed with what the chat template writes after it. ``messages`` is one conversation, with
-``tools`` and ``documents``, and is written in the model's chat template. ``/score`` takes pairs of
-a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is scored as a conversation.
+or a list of either. An input is scored unchanged, unless it ends with an end-of-turn token: then it
+is completed with the text that the chat template writes after that token. ``messages`` is one
+conversation, with ``tools`` and ``documents``, and is written in the model's chat template.
+``/score`` takes pairs of a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is
+scored as a conversation.
 
 ``/pooling`` with ``"task": "token_classify"`` answers one row of rewards per turn or step of a
 sample, as vLLM's step pooling does. The scoring contract decides where the rewards are read.
 
-Rewards have no activation: ``probs`` and ``data`` are the model's numbers for each attribute, and
-``score`` is their weighted merge. Fields that ask for scoring by other rules than the scoring
-contract's (truncation, another template, special tokens) are rejected.
+No sigmoid or softmax is applied: ``probs`` and ``data`` are the model's rewards for each attribute,
+and ``score`` is their weighted sum. The scoring contract sets the rules of scoring, so fields that
+ask for other ones (truncation, another template, special tokens) are rejected.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from nemo_aligner.utils.errors import ServingError
 _BY_CONTRACT = "the model's scoring contract decides how a sample is scored"
 _NO_ACTIVATION = "a reward has no activation"
 _ONE_FORM = "no other value is supported"
-# Fields with which a client asks for another score or another form of answer than this server has:
-# field -> (values that are accepted because they change nothing, why no other is supported).
+# Fields that ask for another score or another form of answer than this server gives: field ->
+# (values that are accepted because they change nothing, reason why others are not supported).
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_activation": ((None, False), _NO_ACTIVATION),
     "activation": ((None, False), _NO_ACTIVATION),
@@ -84,7 +85,8 @@ _PAIRS = (
 )
 
 
-# A list of objects, or such a list as a JSON string; ``read_text`` describes errors in it.
+# A list of objects, or such a list as a JSON string. pydantic does not validate it, because
+# ``read_text`` describes errors better.
 JsonObjects = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string"}]}),
@@ -105,7 +107,10 @@ class PoolingRequest(Body):
 
 
 class PairsRequest(Body):
-    """Pairs as ``queries`` and ``documents``, or under another pair of vLLM's names."""
+    """Pairs of a user's message and a reply.
+
+    They are in ``queries`` and ``documents``, or under another pair of vLLM's names.
+    """
 
     model: str | None = None
     queries: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
@@ -119,7 +124,10 @@ class PairsRequest(Body):
 
 
 class PoolingUsage(Body):
-    """Number of tokens if the request had token ids; the gateway cannot count those of a text."""
+    """Number of tokens if the request had token ids.
+
+    The gateway cannot count the tokens of a text.
+    """
 
     prompt_tokens: int | None = None
     total_tokens: int | None = None
@@ -147,8 +155,8 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
     refuse_other_samples(body, "messages" if body.input is None else "input")
-    # Only vLLM's default of add_special_tokens is accepted: false for messages, whose template
-    # writes the special tokens, and true for texts.
+    # Accept only vLLM's default of add_special_tokens: false for messages, whose template writes
+    # the special tokens, and true for texts.
     if body.messages is not None:
         check_fixed(body, special_tokens=False)
         conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
@@ -174,7 +182,12 @@ def _token_lists(value: Any) -> list[list[int]] | None:
 
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
-    """Read pairs; raise ServingError if their names are not a pair, or lengths do not match."""
+    """Read pairs of a user's message and a reply as conversations.
+
+    Raises:
+        ServingError: the fields are not one of vLLM's pairs of names, or their lengths do not
+            match.
+    """
     check_fixed(body, special_tokens=True)
     fields = dict(body)
     pairs = [pair for pair in _PAIRS if all(fields.get(name) is not None for name in pair)]
@@ -203,7 +216,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
 
 
 def _read_contents(value: Any, name: str) -> list[Any]:
-    """Return the contents of one side of the pairs: strings, or lists of text parts."""
+    """Return one side of the pairs, prompts or replies: strings, or lists of text parts."""
     sides = value if isinstance(value, list) else [value]
     contents = [side.get("content") if isinstance(side, dict) else side for side in sides]
     for number, content in enumerate(contents):
@@ -217,12 +230,14 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 def read_texts(body: PoolingRequest) -> ScoreRequest:
     """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
     if (body.model_extra or {}).get("task") == _STEPS:
-        raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
+        raise ServingError(
+            f'task: got "{_STEPS}", wanted "classify"; post to /pooling for rewards of steps'
+        )
     return read_input(body)
 
 
 def check_fixed(body: Body, special_tokens: bool) -> None:
-    """Raise ServingError if a field asks for something that the scoring contract decides."""
+    """Raise ServingError if a field of ``_FIXED`` asks for another score than this server gives."""
     fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name][0]:

@@ -158,7 +158,9 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
     ):
         path = rewritten(second, tmp_path / f"{setting}.nemo", layout, **fields)
         other = load_scorer(path, layout, micro_batch_tokens=512)
-        with pytest.raises(ConfigError, match=f"model 1 does not score like .*{setting}"):
+        with pytest.raises(
+            ConfigError, match=f"model 1 has another scoring contract than .*{setting}"
+        ):
             RewardEnsemble([models[0], other])
 
 

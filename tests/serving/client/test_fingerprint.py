@@ -67,7 +67,9 @@ def test_servers_of_other_models_are_left_out(
     assert f"got the model fingerprint (none), wanted {ONE}" in str(silent)
     assert [len(server.asked) for server in servers] == [0, 1, 0]
     left_out = [
-        text for text in caplog.messages if text.endswith("it gets no requests until this is fixed")
+        text
+        for text in caplog.messages
+        if text.endswith("this server gets no requests until the problem is fixed")
     ]
     assert len(left_out) == 2
     assert not warnings(caplog)

@@ -175,7 +175,8 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
         TWO,
     ):
         with pytest.raises(
-            ConfigError, match=r"ensemble.files: model 1 does not score like rm_model_file"
+            ConfigError,
+            match=r"ensemble.files: model 1 has another scoring contract than rm_model_file",
         ):
             check_same_encoding([ONE, other])
 

@@ -245,8 +245,8 @@ def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (SGLANG, {"text": "a", "input_ids": [1]}, "got both text and input_ids, wanted"),
         (SGLANG, {"input_ids": None}, "got neither text nor input_ids, wanted one"),
-        (SGLANG, {"text": []}, "text: got none, wanted at least 1"),
-        (SGLANG, {"input_ids": []}, "input_ids: got none, wanted at least 1"),
+        (SGLANG, {"text": []}, "text: got no samples, wanted at least 1"),
+        (SGLANG, {"input_ids": []}, "input_ids: got no samples, wanted at least 1"),
         (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a string"),
         (SGLANG, {"text": "a", "rid": ["r"]}, r'rid: got \["r"\], wanted a string'),
         (SGLANG, {"text": ["a", "b"], "rid": ["r"]}, "rid: .*wanted a list of 2"),
