@@ -90,8 +90,7 @@ def build_training_data(
         ConfigError: there is no training file, a record is too large for
             ``model.micro_batch_tokens``, a setting of the objective is wrong, or the token caches
             cannot be written.
-        DataError: a file cannot be used, or prompts of a validation file are also in the training
-            files although the settings do not allow it.
+        DataError: a file cannot be used, or shares prompts with training although it must not.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
