@@ -77,9 +77,7 @@ def build_training_data(
     measure_label_means: bool = True,
     length_dependent_rope: Callable[[int], int] | None = None,
 ) -> TrainingData:
-    """Tokenize the files of ``model.data.data_prefix``, or open their token caches.
-
-    Every rank must call this function.
+    """Tokenize the files of ``model.data.data_prefix``, or open their token caches, on all ranks.
 
     Args:
         contract: determines the tokens; the result has a copy with this run's readout and means.
