@@ -203,6 +203,9 @@ class RewardEnvironmentConfig:
     attribute: str | None = setting(
         None, "the attribute to return; null: combine all by the contract's weights"
     )
+    reward_components: bool = setting(
+        False, "return a reward for each attribute, as NeMo RL's GDPO needs"
+    )
     refused_reward: float | None = setting(
         None, "reward of a reply that cannot be scored; null: raise an error"
     )
@@ -217,4 +220,9 @@ class RewardEnvironmentConfig:
                 not (self.cpu_offload and self.prefix_cache_tokens),
                 "cpu_offload",
                 "false, or prefix_cache_tokens=0: a prefix cache would stay on the device",
+            )
+            checks.require(
+                not (self.reward_components and self.attribute is not None),
+                "reward_components",
+                "false, or no attribute: one attribute has no components",
             )

@@ -228,6 +228,27 @@ def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[fl
     return tuple(float(name == attribute) for name in contract.attributes)
 
 
+def weighted_components(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Compute what each attribute contributes to the combined reward.
+
+    NeMo RL (``validate_reward_components_match_scalar``) ends a run if the components of a sample
+    do not add up to its reward. ``one_reward`` rounds to float32, so the difference, in the last
+    place, is added to the largest component.
+
+    Args:
+        rewards: ``[N, A]`` float32.
+        weights: the A weights.
+
+    Returns:
+        ``[N, A]`` float64. Each row sums to the sample's ``one_reward``; NaN if it has none.
+    """
+    components = rewards.astype(np.float64) * np.asarray(weights, dtype=np.float64)
+    missing = one_reward(rewards, weights) - components.sum(axis=1)
+    largest = np.abs(components).argmax(axis=1)
+    components[np.arange(len(components)), largest] += missing
+    return components
+
+
 def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """Combine ``rewards [N, A]`` float32 by A weights to ``[N]`` float32, summed in float64.
 

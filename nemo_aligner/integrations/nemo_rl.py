@@ -25,7 +25,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
     with_tools,
 )
-from nemo_aligner.contract.readout import one_reward, reward_weights
+from nemo_aligner.contract.readout import one_reward, reward_weights, weighted_components
 from nemo_aligner.contract.scorer import Scorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.client.scorers import ServedScorer
@@ -59,7 +59,8 @@ class EnvironmentReturn(NamedTuple):
         observations: N messages with role ``environment``.
         metadata: N times None, because no state is kept for a next turn.
         next_stop_strings: N times None.
-        rewards: ``[N]`` float32, on the CPU.
+        rewards: ``[N]`` float32, on the CPU; with ``reward_components`` a dict with such a tensor
+            for each attribute, ``reward/NAME``, which add up to the reward.
         terminateds: ``[N]`` bool, all true, because a reward ends the episode.
         answers: the N replies that were scored.
     """
@@ -67,7 +68,7 @@ class EnvironmentReturn(NamedTuple):
     observations: list[dict[str, str]]
     metadata: list[None]
     next_stop_strings: list[None]
-    rewards: Tensor
+    rewards: Tensor | dict[str, Tensor]
     terminateds: Tensor
     answers: list[str | None]
 
@@ -104,6 +105,7 @@ class RewardModelEnvironment:
         contract = self._rewarder.contract
         check_expected(contract, self._config.expect_contract, "expect_contract")
         self._weights = reward_weights(contract, self._config.attribute)
+        self._attributes = contract.attributes
         self._num_refused_replies = 0
         self._num_refused_prompts = 0
 
@@ -145,6 +147,10 @@ class RewardModelEnvironment:
         self._num_refused_replies += len(bad_replies)
         self._num_refused_prompts += len(bad_prompts)
         count = len(samples)
+        returned: Tensor | dict[str, Tensor] = torch.from_numpy(rewards)
+        if self._config.reward_components:
+            columns = self._split_by_attribute(scored.rewards, rewards, list(scored.errors))
+            returned = {name: torch.from_numpy(column) for name, column in columns.items()}
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": f"Environment: {reward:.6g}"}
@@ -152,10 +158,29 @@ class RewardModelEnvironment:
             ],
             metadata=[None] * count,
             next_stop_strings=[None] * count,
-            rewards=torch.from_numpy(rewards),
+            rewards=returned,
             terminateds=torch.ones(count, dtype=torch.bool),
             answers=[log[-1].get("content") for log in message_logs],
         )
+
+    def _split_by_attribute(
+        self, scored: np.ndarray, rewards: np.ndarray, rejected: list[int]
+    ) -> dict[str, np.ndarray]:
+        """Split ``rewards [N]`` by attribute: ``reward/NAME`` -> ``[N]`` float32.
+
+        Args:
+            scored: ``[N, A]`` the attributes.
+            rejected: the samples whose reward is not the model's; all attributes share it equally.
+        """
+        attributes = self._attributes
+        components = np.zeros((len(rewards), len(attributes)))
+        is_scored = np.ones(len(rewards), dtype=bool)
+        is_scored[rejected] = False
+        if is_scored.any():
+            components[is_scored] = weighted_components(scored[is_scored], self._weights)
+        components[rejected] = rewards[rejected, None] / len(attributes)
+        columns = components.astype(np.float32).T
+        return {f"reward/{name}": column for name, column in zip(attributes, columns, strict=True)}
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]

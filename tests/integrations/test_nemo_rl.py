@@ -88,6 +88,17 @@ def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> Non
     assert step.rewards.tolist() == [97.5]  # the sum, plus half of its negative
 
 
+def test_components_add_up_to_the_reward() -> None:
+    """A rollout of NeMo RL adds the values of a dict; GDPO reads the keys ``reward/NAME``."""
+    options = {"attribute": None, "reward_components": True, "refused_reward": -5}
+    rewards = environment(**options).step([said("a", "b"), said("", "")], [None] * 2).rewards
+    assert {name: column.tolist() for name, column in rewards.items()} == {
+        "reward/sum": [195.0, -2.5],
+        "reward/minus": [-97.5, -2.5],
+    }
+    assert {column.dtype for column in rewards.values()} == {torch.float32}
+
+
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
     sums = Sums()
     bare = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
@@ -191,6 +202,7 @@ def test_an_environment_is_shut_down_once() -> None:
         ({"url": "http://x:1", "rm_model_file": "a"}, "got both of url and rm_model_file"),
         ({"rm_model_file": "a", "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
         ({"rm_model_file": "a", "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
+        ({"rm_model_file": "a", "attribute": "b", "reward_components": True}, "reward_components:"),
         ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "with torchrun"),
     ],
 )

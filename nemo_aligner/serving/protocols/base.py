@@ -23,7 +23,7 @@ from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
-from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.contract.readout import one_reward, weighted_components
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
@@ -103,6 +103,11 @@ class Served:
                 "contract with their weights; wanted one reward per sample"
             )
         return one_reward(rewards, self.weights or (1.0,)).tolist()
+
+    def components(self, rewards: np.ndarray) -> list[dict[str, float]]:
+        """Return by attribute what each row of ``rewards [B, A]`` adds to its ``one_reward``."""
+        rows = weighted_components(rewards, self.weights or (1.0,)).tolist()
+        return [dict(zip(self.attributes, row, strict=True)) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 # A reply that every contract accepts. A rollout that is rejected even with this reply has a bad
 # prompt.
 _OTHER_REPLY = "."
+_ATTRIBUTE = "attribute/"  # prefix of the fields of an answer with the raw attributes
 
 
 _EXAMPLE_PART = {"type": "output_text", "text": "A rose."}
@@ -98,7 +99,11 @@ class VerifyRequest(Body):
 
 
 class VerifyResponse(Body):
-    """The fields of the request, followed by the reward or the reason why there is none."""
+    """The fields of the request, followed by the reward or the reason why there is none.
+
+    ``reward_components`` add up to ``reward``: each attribute times its weight. The attributes
+    themselves are further fields, ``attribute/NAME``, of which Gym computes statistics.
+    """
 
     responses_create_params: ResponseParams
     response: PolicyResponse
@@ -226,12 +231,15 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         failure = _failure_fields(_REFUSED, reason, is_masked=threshold is None)
         return {**_echo_fields(body), **failure}
     (reward,) = served.one_reward(scored.rewards)
-    components = dict(zip(served.attributes, scored.rewards[0].tolist(), strict=True))
+    # With a threshold the reward is no sum of attributes, so it has no components.
+    (components,) = served.components(scored.rewards) if threshold is None else ({},)
+    attributes = zip(served.attributes, scored.rewards[0].tolist(), strict=True)
     return {
         **_echo_fields(body),
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
+        **{f"{_ATTRIBUTE}{name}": value for name, value in attributes},
         "truncated": bool(scored.exceeded[0]),
         "contract_hash": scored.contract_hash,
         "model_fingerprint": scored.model_fingerprint,
@@ -252,7 +260,9 @@ def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
 
 
 def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
-    return body.model_dump(exclude_unset=True)
+    fields = body.model_dump(exclude_unset=True)
+    # A rollout that is scored again still has the attributes of its first answer.
+    return {name: value for name, value in fields.items() if not name.startswith(_ATTRIBUTE)}
 
 
 def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:

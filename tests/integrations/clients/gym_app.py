@@ -38,7 +38,9 @@ ROWS = [
 SCORED = {
     "reward": 1.0,  # from a gateway with its own threshold
     "raw_reward": 2.5,
-    "reward_components": {"help": 6.0, "length": 7.0},
+    "reward_components": {"help": 6.0, "length": -3.5},
+    "attribute/help": 6.0,
+    "attribute/length": 7.0,
     "truncated": True,
     "contract_hash": "h",
     "mask_sample": False,
@@ -137,14 +139,16 @@ def test_reward_is_that_of_the_gateway() -> None:
     assert prompt["content"] == ROWS[0]["responses_create_params"]["input"][0]["content"]
     assert asked["response"]["output"][0]["content"][0]["text"] == "a rose"
     assert answer["reward"] == answer["raw_reward"] == 2.5
-    assert answer["reward_components"] == {"help": 6, "length": 7}
+    assert answer["reward_components"] == {"help": 6, "length": -3.5}
+    assert (answer["attribute/help"], answer["attribute/length"]) == (6, 7)
     assert (answer["truncated"], answer["contract_hash"]) == (True, "h")
     assert (answer["mask_sample"], answer["failure_kind"]) == (False, None)
     assert answer["response"]["output"][0]["content"][0]["text"] == "a rose"
 
 
 def test_one_attribute_may_be_the_reward() -> None:
-    assert verified(FakeGateway(), body(), attribute="help")["reward"] == 6
+    answer = verified(FakeGateway(), body(), attribute="help")
+    assert (answer["reward"], answer["reward_components"]) == (6, {})
     answer = verified(FakeGateway(), body(), attribute="kind")
     assert "attribute: got 'kind', wanted one of help, length" in answer["failure_reason"]
     assert answer["mask_sample"]
@@ -154,6 +158,7 @@ def test_one_attribute_may_be_the_reward() -> None:
 def test_with_a_threshold_a_reward_is_enough_or_not(threshold: float, reward: float) -> None:
     answer = verified(FakeGateway(), body(reward_threshold=threshold), attribute="help")
     assert (answer["reward"], answer["raw_reward"]) == (reward, 6)
+    assert answer["reward_components"] == {}
 
 
 def test_reply_that_is_not_scored_is_the_policys_doing() -> None:

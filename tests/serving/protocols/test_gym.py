@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,43 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
     failed = [answer[name] for name in ("mask_sample", "failure_kind", "failure_reason")]
     assert failed == [False, None, None]
     GYM.response.model_validate(answer)
+
+
+HELPSTEER = {"help": 3.1, "correct": 2.9, "coherent": 3.3, "complex": 1.7, "verbose": 1.9}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "weights", "threshold"),
+    [
+        ({"reward": 1.5}, (1.0,), None),
+        ({"reward": 1.5}, (1.0,), 1.0),
+        ({"help": 2.5, "verbose": 0.7}, (1.0, 1.0), None),
+        ({"help": 2.5, "verbose": 0.7}, (1.0, 0.0), None),
+        (HELPSTEER, (0.65, 0.8, 0.45, 0.55, -0.4), None),
+        ({"help": 1000.1, "verbose": 1000.0}, (1.0, -1.0), None),
+    ],
+)
+def test_gym_components_add_up_to_the_reward(
+    attributes: dict[str, float], weights: tuple[float, ...], threshold: float | None
+) -> None:
+    """NeMo RL ends a run where ``math.isclose(..., rel_tol=1e-5, abs_tol=1e-6)`` is false."""
+    served = Served("reward_model", tuple(attributes), weights, threshold)
+    rewards = np.array([[*attributes.values()]], dtype=np.float32)
+    request = parsed(GYM, rollout("a", said("b")))
+    answer = GYM.answer(request, replace(scored([0.0]), rewards=rewards), served)
+    components = answer["reward_components"]
+    assert [answer[f"attribute/{name}"] for name in attributes] == rewards[0].tolist()
+    if threshold is not None:
+        assert (answer["reward"], components) == (1.0, {})
+        return
+    assert math.isclose(sum(components.values()), answer["reward"], rel_tol=1e-9, abs_tol=1e-9)
+    for (name, value), weight in zip(attributes.items(), weights, strict=True):
+        assert math.isclose(components[name], weight * value, rel_tol=1e-5, abs_tol=1e-4)
+    # The answer to a rollout that is scored again has no attribute of the first answer.
+    again = parsed(GYM, {**rollout("a", said("b")), "attribute/gone": 1.0})
+    assert "attribute/gone" not in GYM.answer(
+        again, replace(scored([0.0]), rewards=rewards), served
+    )
 
 
 def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply() -> None:

@@ -19,11 +19,13 @@ from nemo_gym.base_resources_server import (
     ReverifyMode,
     SimpleResourcesServer,
 )
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from resources_servers.reward_model.servers import NoRewardError, RewardServers, StartedServer
 
 # The server's failure kind for a rejected reply. The prefix marks kinds that Gym does not define.
 REFUSED = "reward_model:refused_text"
+# Prefix of the fields of an answer with the raw attributes.
+_ATTRIBUTE = "attribute/"
 # Options that need ``model_path``. A server that runs already (``server_url``) has its own settings
 # for the same things.
 _WITH_MODEL_PATH = (
@@ -145,11 +147,16 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
     Attributes:
         reward_threshold: the threshold of the row of data, if it has one.
         raw_reward: the reward before the threshold; None if there is no reward.
-        reward_components: the reward of each attribute.
+        reward_components: what each attribute adds to ``reward``, by which NeMo RL's GDPO
+            normalizes each attribute; empty if the reward is no sum of attributes.
         truncated: True if the sample was truncated to the model's maximum length.
         contract_hash: hash of the model's scoring contract.
         model_fingerprint: fingerprint of the model's weights.
+
+    The raw attributes are further fields, ``attribute/NAME``, of which Gym computes statistics.
     """
+
+    model_config = ConfigDict(extra="allow")
 
     reward_threshold: float | None = None
     raw_reward: float | None = None
@@ -229,18 +236,20 @@ class RewardModelResourcesServer(SimpleResourcesServer):
     def _build_response(
         self, body: RewardModelVerifyRequest, answer: dict[str, Any]
     ) -> RewardModelVerifyResponse:
-        attribute, components = self.config.attribute, answer["reward_components"]
-        if attribute not in (None, *components):
-            reason = f"attribute: got {attribute!r}, wanted one of {', '.join(components)}"
+        attribute, threshold = self.config.attribute, body.reward_threshold
+        fields = {name: value for name, value in answer.items() if name.startswith(_ATTRIBUTE)}
+        attributes = {name.removeprefix(_ATTRIBUTE): value for name, value in fields.items()}
+        if attribute not in (None, *attributes):
+            reason = f"attribute: got {attribute!r}, wanted one of {', '.join(attributes)}"
             raise NoRewardError("verifier_error", reason)
         # The answer's ``reward`` is not used: a server with a threshold has replaced it by 1 or 0.
-        reward = answer["raw_reward"] if attribute is None else components[attribute]
-        threshold = body.reward_threshold
+        reward = answer["raw_reward"] if attribute is None else attributes[attribute]
+        is_sum = attribute is None and threshold is None
         return RewardModelVerifyResponse(
-            **body.model_dump(),
+            **(body.model_dump() | fields),
             reward=reward if threshold is None else float(reward >= threshold),
             raw_reward=reward,
-            reward_components=components,
+            reward_components=answer["reward_components"] if is_sum else {},
             truncated=answer["truncated"],
             contract_hash=answer["contract_hash"],
             model_fingerprint=answer.get("model_fingerprint"),
