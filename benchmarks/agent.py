@@ -1,12 +1,13 @@
-"""Latency of an agent's k-th turn: its dialogue so far, with a reward for each of its turns.
+"""Latency of scoring an agent's dialogue after each of its turns, with a reward for each turn.
 
     python benchmarks/agent.py --model SmolLM2-135M-Instruct.gguf --vllm-python vllm/bin/python
 
 A dialogue grows by a tool's message and a reply. After each reply the whole dialogue is sent as
 ``messages`` to ``/pooling`` with ``token_classify``: through the gateway to our server with and
 without its prefix cache, and to vLLM, which serves the folder that ``nemo-aligner export`` writes
-and turns its own cache off for this task. One client, fp32 on the CPU, a random head. The servers
-take turns at every dialogue; a time is the median over the dialogues.
+and turns its own cache off for this task. One client sends the requests; the model has a random
+head, and runs in fp32 on the CPU. Each dialogue is sent to all servers, one after the other; a time
+in the table is the median over the dialogues.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TurnRecipe(Recipe):
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    # Raise SystemExit, so that the servers are stopped, too.
+    # On SIGTERM raise SystemExit: then the ``finally`` block below stops the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
@@ -91,7 +92,7 @@ def main() -> None:
         contestants.close()
         clients.close()
     rows, difference = make_rows(loads, arguments.turns), largest_difference(loads)
-    print(f"\n{render(rows)}\n\nthe largest difference of a reward: {difference:.1e}")
+    print(f"\n{render(rows)}\n\nlargest difference between servers' rewards: {difference:.1e}")
     for name, failure in contestants.failures.items():
         print(f"\n{name}: {failure}")
     about = {"machine": machine(), "model": str(arguments.model), "precision": "fp32"}
@@ -103,8 +104,7 @@ def make_dialogue(rng: random.Random, turns: int) -> list[Any]:
     """Make a random dialogue of ``turns`` messages of a tool, each with a reply.
 
     Returns:
-        The dialogue as an agent sends it in each turn: up to its first reply, up to its second,
-        and so on.
+        The dialogues that an agent sends: up to the first reply, up to the second reply, and so on.
     """
     words = WORDS.split()
     dialogue: Dialogue = []

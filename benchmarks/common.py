@@ -209,7 +209,7 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the worker's process."""
         self._process.kill()
         self._process.communicate()
         self._said.close()

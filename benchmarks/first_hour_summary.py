@@ -1,4 +1,4 @@
-"""Summary of the first hour on a GPU: measured figures next to their goals, and best settings.
+"""Summary of gpu_first_hour.py: measured figures next to their goals, and the fastest settings.
 
 The goals are for one H100 with bf16 weights. Rows are read by their columns' names; a figure that
 no part measured is ``not measured``.

@@ -2,11 +2,12 @@
 
     python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-It runs the three kinds of work of scoring.py in turns, in fp32 and bf16 (on a GPU only bf16):
-without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts rewards
-that are not bit-identical with those in a batch of one. On a CPU a matmul may use other numbers of
-rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the setting
-``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is printed.
+It runs the three kinds of work that scoring.py describes, in turns, in fp32 and bf16 (on a GPU only
+bf16): without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts
+rewards that are not bit-identical with those in a batch of one. On a CPU a matmul may use other
+numbers of rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the
+setting ``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is
+printed.
 """
 
 from __future__ import annotations

@@ -82,10 +82,11 @@ def _load_scorer(path: Path, layout: Any, precision: Any) -> Any:
 def _measure_variants(
     exact: Any, rounded: Any, token_lists: list[list[int]], exact_rewards: np.ndarray, draws: int
 ) -> list[dict[str, Any]]:
-    """Measure how far each variant's rewards are from the exact ones, and its time.
+    """Measure how far each variant's rewards are from those in fp32, and how long it takes.
 
-    The first variant, "weights alone", computes in fp32 on the bf16 weights. The others are those
-    of ``_make_variants``. Returns a row for each.
+    The first variant, "weights alone", computes in fp32 on the bf16 weights. ``_make_variants``
+    makes the others, which compute in bf16 with some parts of the model in fp32. Returns a row for
+    each variant.
     """
     weights = {name: weight.detach().clone() for name, weight in _named_weights(exact).items()}
     variants: dict[str, tuple[Any, Part]] = {

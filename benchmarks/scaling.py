@@ -3,12 +3,12 @@
     python benchmarks/scaling.py                          # a small model; minutes on two CPU cores
     python benchmarks/scaling.py --config base.nemo --tables ranks --micro-batch-tokens 1024
 
-Every point is a synthetic model with random weights, trained on pairs of random tokens in processes
-of its own (torchrun starts several). Seconds are means over ``--steps`` steps after an untimed one,
-on the slowest rank, split into parts: ``data`` waits for packs, ``reduce`` sums gradients over
-ranks, ``other`` is the rest: gathering rewards and waiting for adjacent pipeline stages. A
-checkpoint interrupts training for ``save`` seconds and is on disk ``written`` seconds after it
-began.
+Every row of a table is a separate run: a model with random weights is trained on pairs of random
+tokens, in one process or in several that torchrun starts. Seconds are means over ``--steps`` steps
+after an untimed one, on the slowest rank. They are split into parts: ``data`` waits for packs,
+``reduce`` sums gradients over ranks, ``other`` is the rest (gathering rewards, and waiting for
+adjacent pipeline stages). Saving a checkpoint interrupts training for ``save`` seconds; the
+checkpoint is on disk ``written`` seconds after the save began.
 
 Memory is that of the rank that holds most, next to the plan of nemo_aligner/planning: on a CPU all
 tensors that live at once, on a GPU what the allocator handed out. ``resident`` is the growth of the
@@ -38,7 +38,8 @@ from common import (
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-# Defaults of the point that all tables start from, by device.
+# Default size of the model and of a training step, by device. Each table of results varies one of
+# these values, or the number of ranks.
 SIZES = {
     "layers": {"cpu": 4, "cuda": 16},
     "hidden": {"cpu": 256, "cuda": 2048},
@@ -112,7 +113,7 @@ def _pair_jobs(base: dict[str, Any]) -> Jobs:
 
 
 def _layout_jobs(base: dict[str, Any], max_ranks: int) -> Jobs:
-    """Make the jobs of the table of ranks.
+    """Make the jobs of the table that compares kinds of parallelism and numbers of ranks.
 
     The first runs on one rank, the others on 2, 4, ... ``max_ranks`` ranks, with one kind of
     parallelism each.
@@ -170,7 +171,7 @@ def _measure_jobs(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dic
 
 
 def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the columns with the seconds of a step and of its parts from a measured point."""
+    """Select the columns with the speed, and the seconds of a step and of its parts, from a row."""
     seconds = row["seconds"]
     return {
         "tokens/s": row["tokens"] / seconds["step"],
@@ -183,7 +184,8 @@ def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _memory_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the columns of memory in MiB, for the rank that holds most.
 
-    They are the measured and the planned memory, what a step adds, and the growth of the process.
+    They are the measured memory, the memory that nemo_aligner/planning predicts, what a step adds,
+    and the growth of the process (``resident``).
     """
     measured = row["measured"]
     step, resident = measured["step"] / MIB, measured["resident"] / MIB

@@ -73,7 +73,7 @@ _MAX_DIFFERENCE = {"fp32": 1e-2, "bf16": 0.1}
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    # Raise SystemExit, so that the servers are stopped, too.
+    # On SIGTERM raise SystemExit: then the ``finally`` block below stops the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))

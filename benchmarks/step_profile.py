@@ -1,6 +1,6 @@
 """Where the time of a training step goes on a GPU: kernels by class, and the gaps between them.
 
-This is a part of the first hour, see gpu_first_hour.py. The rows come from the trace of one step
+gpu_first_hour.py runs this measurement. The rows come from the trace of one step
 that torch's profiler exports; its categories (``kernel``, ``gpu_memcpy``, ``cuda_runtime``) are the
 same in all versions of torch. Without a GPU, operators of the CPU take the place of kernels, which
 only tests this code.

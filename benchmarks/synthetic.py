@@ -62,7 +62,7 @@ _SEED = 1234
 
 
 def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[str, Any]:
-    """A point with the defaults (one rank, no recomputation), updated by ``changes``."""
+    """Describe a measurement (a "point"): one rank, no recomputation, updated by ``changes``."""
     return {
         "model": model,
         "precision": precision,

@@ -112,8 +112,8 @@ class MeasuredRuns:
 
     Attributes:
         ours: result of each of our runs.
-        trl: results of each TRL's runs, by its name.
-        failures: how a TRL has failed, by its name. It is not run again.
+        trl: results of TRL's runs, by the name of TRL's settings in the table.
+        failures: how TRL has failed, by the same names. These settings are not run again.
     """
 
     ours: list[dict[str, Any]]
@@ -124,14 +124,14 @@ class MeasuredRuns:
 def _run_turns(
     arguments: argparse.Namespace, ours: dict[str, Any], peers: Mapping[str, dict[str, Any]]
 ) -> Iterator[MeasuredRuns]:
-    """Run ours and then each TRL in every turn; yield all results so far after each run."""
+    """Run ours, then TRL with each of its settings, in every turn; yield all results so far."""
     measured = MeasuredRuns([], {name: [] for name in peers}, {})
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
         measured.ours.append(run_worker("training.py", "ours", ours, arguments.threads))
         yield measured
         for name, job in peers.items():
-            # A TRL that has failed once is not run again.
+            # TRL is not run again with settings with which it has failed.
             if name in measured.failures:
                 continue
             print(f", {name.partition(',')[0] if len(peers) == 1 else name}", end="", flush=True)
@@ -292,7 +292,7 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not runs:
-        raise MemoryError(f"none of the batches {job['batch_sizes']} fits")
+        raise MemoryError(f"none of the batch sizes {job['batch_sizes']} fits into memory")
     return min(runs, key=lambda run: sum(run["seconds"]))
 
 

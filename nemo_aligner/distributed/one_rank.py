@@ -79,8 +79,8 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _copy_all
     alltoall = _copy_all
 
-    # Collectives whose inputs or outputs are lists with a tensor of each rank; with one rank, a list
-    # has one tensor.
+    # Collectives whose inputs or outputs are lists with a tensor of each rank. Here each list has
+    # one tensor.
 
     def _to_lists(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *unused: Any

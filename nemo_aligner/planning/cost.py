@@ -494,8 +494,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
-    # The first stage all-reduces the output of the embedding, whose rows are split over the tensor
-    # parallel ranks.
+    # The first stage also reduces the embedding's output: tensor parallelism splits its rows.
     reductions = 1.0 if stage == 0 else 0.0
     for layer in stage_layers(shape, plan, stage):
         # In the last layer, the MLP computes only the tokens that the head reads: too few to count.
