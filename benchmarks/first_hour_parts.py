@@ -62,11 +62,11 @@ class Hour:
     vllm_python: str
 
     def output(self, part: str) -> Path:
-        """Path of the file to which the part ``part`` writes its rows."""
+        """Return the path of the file to which the measurement ``part`` writes its rows."""
         return self.work / f"{part}.out"
 
     def log(self, part: str) -> Path:
-        """Path of the file that gets what the part ``part`` prints."""
+        """Return the path of the file that gets what the measurement ``part`` prints."""
         return self.work / f"{part}.log"
 
 
@@ -116,7 +116,7 @@ def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
 
 
 def _worker_command(part: str) -> Command:
-    """Return a function that builds the command which runs ``part`` by first_hour_work.py."""
+    """Return a function that builds the command of ``part``, a function of first_hour_work.py."""
 
     def command(hour: Hour, seconds: float) -> list[str]:
         job = {
@@ -149,9 +149,9 @@ def _tests_command(hour: Hour, seconds: float) -> list[str]:
 
 
 def _comparison_command(part: str, script: str) -> Command:
-    """Return a function that builds the command of another benchmark, ``script``, for ``part``.
+    """Return a function that builds the command of ``part``, which runs the benchmark ``script``.
 
-    The benchmark runs on the model and the pairs that the part ``model`` wrote.
+    The benchmark uses the model and the pairs that the part ``model`` has written.
     """
 
     def command(hour: Hour, seconds: float) -> list[str]:

@@ -83,10 +83,11 @@ def _largest(rows: Sequence[Row], column: str) -> float | None:
 
 
 def _collect_speeds(rows: Rows) -> dict[str, dict[str, float]]:
-    """Collect how many rewards per second our scorers computed in the part ``scoring``.
+    """Collect how many rewards per second nemo_aligner computed in the measurement ``scoring``.
 
     Returns:
-        Rewards per second by the name of the scorer's settings, and then by the kind of work.
+        Rewards per second, by the name of the scorer's settings, and then by the kind of work
+        (such as pairs or single replies, see scoring.py).
     """
     speeds: dict[str, dict[str, float]] = {}
     for row in rows.get("scoring", ()):

@@ -161,9 +161,9 @@ def _mfu_points(base: Point) -> Iterator[Point]:
 
 
 def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]:
-    """Yield the name of the part for each hidden size, and a list of one point.
+    """Yield for each hidden size the name of its part (``width-N``), and a list of one point.
 
-    The part's ``Experiment`` varies this point.
+    ``Experiment`` in step_variants.py measures variants of this point (a model and a step size).
     """
     if device != "cuda":
         point = {**base, "spread": True, "sizes": (256, 512), "fixed": ((32, 4),), "steps": 1}

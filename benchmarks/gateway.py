@@ -29,7 +29,7 @@ from serving_servers import Clients, Load, Recipe, percentile, start_gateway
 LENGTH = 32
 LIMIT_S = 300.0
 _WARM_UP = 50
-_ATOL = 2e-5  # largest difference of a reward that was computed in another batch
+_ATOL = 2e-5  # allowed difference between rewards of the same text in different batches
 DIRECT = "server, KServe"
 
 Request = dict[str, str]
@@ -114,7 +114,7 @@ def _draw_texts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def _check_rewards(loads: Sequence[Load], atol: float) -> None:
-    """Compare the rewards of all routes with the server's.
+    """Compare the rewards that came through the gateway with the server's (``loads[0]``).
 
     Raises:
         WorkerFailed: a request has no reward, or one that differs by more than ``atol``.
@@ -124,7 +124,8 @@ def _check_rewards(loads: Sequence[Load], atol: float) -> None:
         apart = float(np.abs(_read_rewards(load) - first).max())
         if apart > atol:
             raise WorkerFailed(
-                f"a reward differs by {apart} from the server's; at most {atol} is allowed"
+                f"a reward through the gateway differs by {apart} from the server's; at most "
+                f"{atol} is allowed"
             )
 
 

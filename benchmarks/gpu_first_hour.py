@@ -104,7 +104,7 @@ def _count_gpus() -> tuple[int, str]:
 
 
 def _with_needs(names: Sequence[str]) -> list[Part]:
-    """Select the parts with these names and all parts that they need.
+    """Select the parts (measurements) with these names, and all parts that they need.
 
     The result is in the order of ``PARTS``, so that each part follows those that it needs.
     """
@@ -125,9 +125,9 @@ def _describe_machine(hour: Hour, arguments: argparse.Namespace) -> dict[str, An
 
 
 class _Report:
-    """The files of the report, which are rewritten after every part.
+    """The report ``first_hour.json`` and ``.md``, rewritten after every part (measurement).
 
-    Parts that have not run yet are in them as ``not run``.
+    A part that has not run yet has the state ``not run`` in the report.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -136,7 +136,7 @@ class _Report:
         self.results: list[Result] = []
 
     def add(self, result: Result, log: Path) -> None:
-        """Add the result of a part, and append its output to ``first_hour.log``."""
+        """Add the result of a part (measurement), and append its output to ``first_hour.log``."""
         self.results.append(result)
         self.write()
         with suppress(OSError), (self._folder / "first_hour.log").open("a") as logs:
@@ -157,9 +157,9 @@ class _Report:
 
 
 def _run(part: Part, hour: Hour, results: Sequence[Result], limit: float, threads: int) -> Result:
-    """Run a part for at most ``limit`` seconds and return its result.
+    """Run a part (measurement) for at most ``limit`` seconds, and return its result.
 
-    If this process gets a signal, it ends the part, too.
+    If this process gets SIGINT or SIGTERM, it ends the part's process, too.
     """
     reason = _reason_not_to_run(part, hour, results, limit)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""How far bf16 moves rewards from fp32, by the part that is rounded, and the cost of fp32 parts.
+"""How much rewards in bf16 differ from fp32, by the parts of the model that compute in bf16.
 
     python benchmarks/precision.py --model megatron_gpt.nemo --data pairs.jsonl
 
@@ -6,11 +6,11 @@ The same reward model scores both replies of ``--pairs`` pairs in fp32, and in b
 then with one more or one fewer of its parts in fp32. "mean, same weights" compares with fp32
 computed on the bf16 weights, so it shows only the error of computing.
 
-Roundings are random, but the same for all replies that share a prefix. Each of ``--draws``
-therefore multiplies whatever is added to the residual stream by a factor that the norms cancel: all
-values are rounded anew, and exact rewards stay the same. Figures are means over the draws. Times
-are measured in turns, one of each variant a draw, and the ratio is the median; they are seconds of
-one core's work, which other programs disturb little.
+Replies with a shared prefix have the same rounding errors in the prefix, so few samples would give
+an error by chance. Each of ``--draws`` therefore multiplies the weights that add to the residual
+stream by a factor that the norms cancel: all values are rounded anew, and exact rewards stay the
+same. Figures are means over the draws. In each draw every variant is timed once; the time ratio is
+the median over the draws, of CPU seconds, which other programs disturb little.
 """
 
 from __future__ import annotations

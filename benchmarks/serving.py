@@ -221,7 +221,7 @@ def _measure_differences(
                 differences[name] = float(np.abs(np.array(load.rewards)[:, 0] - rewards).max())
     largest = float(np.abs(rewards).max())
     listed = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
-    print(f"the largest difference of a reward (of up to {largest:.2f}) from fp32: {listed}")
+    print(f"largest difference from fp32, of rewards of up to {largest:.2f}: {listed}")
     if max(differences.values()) > _MAX_DIFFERENCE[arguments.precision] * largest:
         sys.exit("the rewards differ, so the servers do not compute the same thing")
     return differences

@@ -62,7 +62,10 @@ class StepTrace:
     micro_batches: int
 
     def rows(self, usual_ms: float) -> Iterator[Row]:
-        """Yield the rows of the table; ``usual_ms`` is the step's time without the profiler."""
+        """Yield the rows of a table that shows where the time of the step goes.
+
+        ``usual_ms`` is the time of a step without the profiler, in milliseconds.
+        """
         categories = _DEVICE_CATEGORIES[self.device]
         work = [event for event in self.events if event.get("cat") in categories]
         if not work:

@@ -256,7 +256,7 @@ class ServerConfig(FrontConfig):
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_port: int | None = setting(
-        None, "HTTP port of NVIDIA Triton; the next two: gRPC, metrics; null: off"
+        None, "HTTP port of Triton (extra triton); next: gRPC, metrics; null: off"
     )
     triton_host: str = setting("127.0.0.1", "address that Triton listens on")
     triton_log_file: str | None = setting(None, "file for Triton's log; null: a temporary file")

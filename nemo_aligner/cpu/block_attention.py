@@ -153,7 +153,7 @@ class Part:
     """Keys and values ``[n, groups, k, c]`` that n blocks of queries see in one call.
 
     Attributes:
-        is_first: these keys begin at position 0, so there is no earlier result to merge with.
+        is_first: no earlier call attends to other keys, so there is no result to merge with.
         is_last: these keys end with the block's own positions, so the causal mask applies.
     """
 
@@ -186,9 +186,10 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Run:
-    """n segments that start at the same block position, the longest first.
+    """n segments that start in the same block of their sequences, the longest first.
 
-    Their blocks at the same position share a call.
+    A block has BLOCK successive positions. Blocks of these segments at the same position share a
+    call.
 
     Attributes:
         keys: ``[n, K]`` int64 rows of each segment's keys after the last span, padded.
@@ -237,7 +238,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """The properties of a layer's scores that a plan depends on.
+    """The properties of a layer's attention scores on which a ``BlockPlan`` depends.
 
     Attributes:
         window: keys that a query sees, its own included; None is all before it.
@@ -321,11 +322,11 @@ class SegmentKeys:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the sequence up to the segment's end."""
+        """Number of blocks (of BLOCK positions) from the sequence's start to the segment's end."""
         return -(-self.end // BLOCK)
 
     def rows_of(self, block: int) -> np.ndarray:
-        """Return the pack rows ``[BLOCK]`` of a block's queries; -1 outside the segment."""
+        """Return the pack rows ``[BLOCK]`` of the positions of a block; -1 outside the segment."""
         positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
         is_own = (positions >= self.start) & (positions < self.end)
         return np.where(is_own, positions + self.row - self.start, -1)
@@ -385,7 +386,11 @@ def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
 
 
 def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
-    """Plan the run of the segments ``members``; return it with the query rows of its blocks."""
+    """Plan the calls of the segments ``members`` of a run (``_Run``).
+
+    Returns:
+        The run, and for each of its blocks the rows ``[BLOCK]`` of the queries in the pack.
+    """
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
     rows, blocks = [], []
@@ -402,11 +407,11 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """Return the position of the first key that a block sees in its last call.
+    """Return the position of the first key that a block of queries sees in its last kernel call.
 
-    The last call has the block's own keys and the keys before it, except those in whole spans,
-    which earlier calls have. Without spans, it has all keys that the window reaches, rounded down
-    to a multiple of BLOCK.
+    A block's last call has the keys of its own positions and those before it. If earlier calls
+    attend to distant keys in spans of SPAN positions, the last call begins after the last whole
+    span. Otherwise it begins where the window begins, rounded down to a multiple of BLOCK.
     """
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN

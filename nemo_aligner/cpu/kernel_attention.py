@@ -121,14 +121,16 @@ class _Source(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Work items for ``kernels.c``, each a few tokens of one segment, the most expensive first.
+    """Work items for ``kernels.c``, the most expensive first.
+
+    A work item is a few successive tokens of a sequence whose attention one thread computes.
 
     Attributes:
         items: ``[n, 4]`` int32. For each item: the row of its first token in the pack, its number
             of tokens, the position of the first token, and where its sequence's keys begin in
             ``rows``.
-        rows: ``[K]`` int32 rows of keys: a row of the pack, or ``-1 - slot`` for a slot of the
-            pool.
+        rows: ``[K]`` int32 places of the keys of all sequences: a row of the pack, or
+            ``-1 - slot`` for a slot of the prefix cache.
     """
 
     items: Tensor
@@ -138,7 +140,7 @@ class KernelPlan:
 def plan_items(
     segments: Sequence[SegmentKeys], num_tokens: int, cached_slots: Tensor | None, repeats: int
 ) -> KernelPlan:
-    """Plan a pack for layers with ``repeats`` query heads for each key head.
+    """Split a pack into work items, for layers with ``repeats`` query heads for each key head.
 
     Args:
         segments: the pack's segments from ``list_segment_keys``.

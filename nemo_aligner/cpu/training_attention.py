@@ -142,7 +142,7 @@ class _PackedAttention(Function):
         grad = grads[0].contiguous()
         groups = key.size(1)
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        if len(key) > len(query):  # causal blocks write the gradients of this rank's n tokens only
+        if len(key) > len(query):  # causal blocks set only the gradients of this rank's n keys
             to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))

@@ -164,7 +164,7 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
 
     - input and output of each norm: h each, which sequence parallelism splits over its ranks
     - queries, keys and values after RoPE: q + 2 kv; attention's output: q
-    - both projections of a gated MLP: 2 f; their product: f
+    - both projections of a gated MLP: 2 f; their product: f (f and f without a gate)
     - with norms of queries and keys: their inputs (queries: q, the unsplit QKV projection:
       q + 2 kv), or with fused kernels contiguous copies of queries and keys (q + kv)
     - with norms on the outputs of attention and MLP: the inputs of these norms, h each
@@ -176,11 +176,13 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     Frozen layers do not keep the inputs of linear layers. Keys and values of a shared prefix are
     kept once for each time that attention's kernel receives them. With ``equal_heads`` they are
     kept for every query head (2 q), and the output is kept twice. Selective recomputation keeps
-    ``_projection_width`` instead of the tensors after RoPE and the log-sum-exp.
+    ``_projection_width`` instead of the tensors after RoPE and the log-sum-exp, and attention's
+    output only if the next linear layer needs it.
 
     Not counted: the MLP of the model's last layer, which computes only the few tokens that the head
     reads; the second statistic of a LayerNorm; and, if no kernel supports a window or a soft cap,
-    masks and another copy of attention's output.
+    masks (shared by all layers), the scores of a block of queries (at most 256 MiB), and another
+    copy of attention's output.
     """
     shape = shape.of_layer(layer + 1)
     h, f, _, _ = widths(shape)

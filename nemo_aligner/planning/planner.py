@@ -50,8 +50,8 @@ class Planner:
         batch: number of pairs in a step. Each pair has two sequences of ``length`` tokens that
             share no prefix.
         budget: most tokens of a pack (``model.micro_batch_tokens``).
-        recompute: the activations that every layout recomputes; None: the planner chooses for each
-            layout as few as fit into memory.
+        recompute: the activations that every layout recomputes; None: each layout recomputes as
+            few layers as are necessary to fit into memory.
     """
 
     shape: ModelShape
