@@ -171,13 +171,29 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
-    parser.add_argument("--turns", type=int, default=8, help="of a dialogue (default 8)")
-    parser.add_argument("--dialogues", type=int, default=5, help="(default 5)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a dialogue")
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--vllm-python", help="Python of an environment with vLLM; default: skip vLLM"
+    )
+    parser.add_argument("--turns", type=int, default=8, help="turns of each dialogue (default 8)")
+    parser.add_argument("--dialogues", type=int, default=5, help="number of dialogues (default 5)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads that each side computes with (default 2)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=900.0,
+        help="time limit of a dialogue in seconds (default 900)",
+    )
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

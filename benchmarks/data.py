@@ -169,10 +169,16 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--tokenizer", type=Path, help="default: one is made")
-    parser.add_argument("--work", type=Path, help="a folder to keep the files in")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder with a tokenizer; default: train one"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps the files; default: a temporary one"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of torch threads (default 1)"
+    )
+    parser.add_argument("--json", type=Path, help="JSON file to write the figures to")
     return parser.parse_args()
 
 

@@ -158,11 +158,18 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=300, help="of a turn")
+    parser.add_argument(
+        "--requests", type=int, default=300, help="number of requests per turn (default 300)"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=32, help="concurrent, for requests/s")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=32,
+        help="concurrent clients in the throughput test (default 32)",
+    )
     parser.add_argument("--work", help="folder for the model and logs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="also write the measurements here")
+    parser.add_argument("--json", type=Path, help="JSON file to write the measurements to")
     return parser.parse_args()
 
 

@@ -272,23 +272,42 @@ def _parse() -> argparse.Namespace:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--output", type=Path, default=Path("first_hour"), help="a folder")
-    parser.add_argument("--parts", nargs="+", choices=names, help="default: all, in this order")
-    parser.add_argument("--minutes", type=float, default=30.0, help="in all (default 30)")
     parser.add_argument(
-        "--model", type=Path, help="a .gguf, .nemo or folder; default: random weights"
+        "--output",
+        type=Path,
+        default=Path("first_hour"),
+        help="folder for the report (default: first_hour)",
     )
-    parser.add_argument("--data", type=Path, help="pairs; default: random words")
     parser.add_argument(
-        "--tflops", type=float, help="the GPU's peak, dense, in 16 bits (default 989)"
+        "--parts", nargs="+", choices=names, help="parts to run; default: all, in this order"
     )
-    parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
     parser.add_argument(
-        "--vllm-python", default=sys.executable, help="with vLLM; default: this one"
+        "--minutes", type=float, default=30.0, help="time limit of all parts together (default 30)"
     )
-    parser.add_argument("--threads", type=int, default=4, help="of the CPU, for a part (default 4)")
     parser.add_argument(
-        "--work", type=Path, help="a folder for models and logs; default: temporary"
+        "--model",
+        type=Path,
+        help="checkpoint: a .gguf or .nemo file, or a Hugging Face folder; default: random weights",
+    )
+    parser.add_argument("--data", type=Path, help="file of pairs; default: pairs of random words")
+    parser.add_argument(
+        "--tflops", type=float, help="the GPU's dense 16-bit peak in TFLOP/s (default 989)"
+    )
+    parser.add_argument(
+        "--trl-python",
+        default=sys.executable,
+        help="Python of an environment with TRL; default: this one",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=sys.executable,
+        help="Python of an environment with vLLM; default: this one",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=4, help="CPU threads of each part (default 4)"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for models and logs; default: a temporary one"
     )
     arguments = parser.parse_args()
     for name in ("model", "data"):

@@ -137,7 +137,11 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_work_options(parser)
-    parser.add_argument("--fixed", action="store_true", help="no other numbers of rows on a CPU")
+    parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="on a CPU, always use matmuls of the same number of rows",
+    )
     return parser.parse_args()
 
 

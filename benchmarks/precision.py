@@ -50,7 +50,9 @@ def main() -> None:
             for precision in (Precision.fp32, Precision.bf16)
         )
         if arguments.draws > 1 and any("post_" in name for name in _named_weights(exact)):
-            sys.exit("--draws: got more than 1, wanted 1: this model norms what its layers add")
+            sys.exit(
+                "--draws: got more than 1, wanted 1: this model has norms on its layers' outputs"
+            )
         token_lists = encode_pairs(
             arguments.data, arguments.pairs, lambda text: exact.encode(text).token_ids
         )
@@ -204,9 +206,14 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a reward model's .nemo")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--pairs", type=int, default=32, help="how many (default 32)")
-    parser.add_argument("--draws", type=int, default=4, help="of roundings (default 4)")
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
+    parser.add_argument("--pairs", type=int, default=32, help="number of pairs (default 32)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=4,
+        help="number of times that values are rounded anew (default 4)",
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

@@ -221,21 +221,44 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, help="a .nemo whose shape to take")
-    parser.add_argument("--layers", type=int, help="default 4 on a CPU, 16 on a GPU")
-    parser.add_argument("--hidden", type=int, help="a multiple of 128 (default 256, or 2048)")
-    parser.add_argument("--seq-length", type=int, help="default 256, or 1024")
-    parser.add_argument("--pairs", type=int, help="a step (default 8, or 32)")
-    parser.add_argument("--micro-batch-tokens", type=int, help="default 2048, or 8192")
+    parser.add_argument("--config", type=Path, help=".nemo file whose model shape is used")
+    parser.add_argument(
+        "--layers", type=int, help="number of layers (default 4 on a CPU, 16 on a GPU)"
+    )
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        help="hidden size, a multiple of 128 (default 256 on a CPU, 2048 on a GPU)",
+    )
+    parser.add_argument(
+        "--seq-length", type=int, help="tokens of a sequence (default 256 on a CPU, 1024 on a GPU)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, help="pairs per step (default 8 on a CPU, 32 on a GPU)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens of a micro-batch (default 2048 on a CPU, 8192 on a GPU)",
+    )
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--recompute-layers", type=int, help="of a stage, with full; default all")
+    parser.add_argument(
+        "--recompute-layers",
+        type=int,
+        help="with --recompute full: layers per pipeline stage; default: all",
+    )
     parser.add_argument("--freeze-layers", type=int, default=0)
     parser.add_argument(
-        "--tables", nargs="+", choices=["sequence", "layers", "pairs", "ranks"], help="default all"
+        "--tables",
+        nargs="+",
+        choices=["sequence", "layers", "pairs", "ranks"],
+        help="tables to measure; default: all",
     )
-    parser.add_argument("--ranks", type=int, help="most of them (default: GPUs, or 2 on a CPU)")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed (default 3)")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument(
+        "--ranks", type=int, help="largest number of ranks (default: number of GPUs, or 2 on a CPU)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="timed steps (default 3)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank (default 1)")
     add_device_option(parser)
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()

@@ -275,7 +275,7 @@ def _parse() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[8],
-        help="of transformers; of several the fastest is taken (default 8)",
+        help="batch size of transformers; of several, the fastest is used (default 8)",
     )
     parser.add_argument(
         "--rows",
@@ -286,9 +286,14 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--cuda-graphs", action="store_true", help="also score with CUDA graphs")
     parser.add_argument(
-        "--transformers-python", default=sys.executable, help="with transformers; default: this one"
+        "--transformers-python",
+        default=sys.executable,
+        help="Python of an environment with transformers; default: this one",
     )
-    parser.add_argument("--vllm-python", help="with vLLM: compare with it instead")
+    parser.add_argument(
+        "--vllm-python",
+        help="Python of an environment with vLLM; compare with vLLM instead of transformers",
+    )
     return parser.parse_args()
 
 

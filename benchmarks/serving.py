@@ -313,33 +313,53 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, help="pairs")
-    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
+    parser.add_argument("--model", type=Path, help="base model: a .gguf or a Hugging Face folder")
+    parser.add_argument("--data", type=Path, help="file of pairs")
+    parser.add_argument("--vllm-python", help="Python with vLLM; default: skip vLLM")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
-        "--requests", type=int, default=64, help="a turn (default 64), at least 2 for each client"
+        "--requests",
+        type=int,
+        default=64,
+        help="requests per turn (default 64), at least 2 for each client",
     )
-    parser.add_argument("--turns", type=int, default=2, help="of each server (default 2)")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each server (default 2)")
     parser.add_argument(
-        "--rest", type=float, default=3.0, help="seconds before each load (default 3)"
+        "--rest", type=float, default=3.0, help="pause before each turn in seconds (default 3)"
     )
     parser.add_argument(
-        "--server", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours"
+        "--server", action="append", default=[], metavar="KEY=VALUE", help="setting of our server"
     )
     parser.add_argument(
-        "--compare-cache", action="store_true", help="in shared, ours without its cache, too"
+        "--compare-cache",
+        action="store_true",
+        help='also measure our server without its prefix cache, in the work "shared"',
     )
     parser.add_argument("--precision", choices=[*_VLLM_DTYPES], default="fp32")
-    parser.add_argument("--tiny", action="store_true", help="what the server itself costs")
-    parser.add_argument("--tiny-requests", type=int, default=2000, help="(default 2000)")
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="with --tiny: N more")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
     parser.add_argument(
-        "--limit", type=float, default=900.0, help="seconds of a turn of a server (default 900)"
+        "--tiny",
+        action="store_true",
+        help="measure the cost of the server itself, with a tiny model",
     )
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--tiny-requests",
+        type=int,
+        default=2000,
+        help="with --tiny: number of requests (default 2000)",
+    )
+    parser.add_argument(
+        "--soak",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --tiny: N more requests",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="time limit of a turn in seconds (default 900)"
+    )
+    parser.add_argument("--work", help="folder for the converted model; default: temporary")
     parser.add_argument("--output", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     if not arguments.tiny and (arguments.model is None or arguments.data is None):

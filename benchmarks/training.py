@@ -203,27 +203,54 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--ours", nargs="+", default=[], help="more of our settings")
-    parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
-    parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
+    parser.add_argument(
+        "--ours", nargs="+", default=[], help="further settings of our side, as KEY=VALUE"
+    )
+    parser.add_argument(
+        "--trl-python",
+        default=sys.executable,
+        help="Python of an environment with TRL; default: this one",
+    )
+    parser.add_argument(
+        "--trl-batch", type=int, nargs="+", default=[8, 1], help="batch sizes of TRL"
+    )
     parser.add_argument(
         "--trl-tuned",
         type=int,
         nargs="+",
         default=[],
-        help="also TRL with FlashAttention and Liger, in the fastest of these batches",
+        help="also run TRL with FlashAttention and Liger, with the fastest of these batch sizes",
     )
-    parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
-    parser.add_argument("--warm-up", type=int, default=1, help="untimed steps first (default 1)")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each (default 2)")
-    parser.add_argument("--global-batch", type=int, default=8, help="pairs a step (default 8)")
-    parser.add_argument("--micro-batch-tokens", type=int, help="default 1280 on a CPU")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per run (default 2)")
+    parser.add_argument(
+        "--warm-up", type=int, default=1, help="untimed steps before them (default 1)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="number of runs of each side (default 2)"
+    )
+    parser.add_argument(
+        "--global-batch", type=int, default=8, help="pairs per training step (default 8)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens of our micro-batches (default 1280 on a CPU)",
+    )
     parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads that each side computes with (default 2)"
+    )
     add_device_option(parser)
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

@@ -357,7 +357,7 @@ class SchedulerConfig:
             checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
-        """Return the step at which the learning rate reaches ``min_lr``, in a run of that length.
+        """Return the optimizer step at which the learning rate reaches ``min_lr``.
 
         Args:
             total_steps: number of optimizer steps of the run.

@@ -184,7 +184,7 @@ def _library() -> Any:
 @cache
 def _warn(problem: str) -> None:
     logger.warning(
-        "the C kernels of nemo_aligner cannot be used, so scoring is slower on this CPU: %s",
+        "the C kernels (nemo_aligner/cpu/kernels.c) cannot be used, so scoring is slower: %s",
         problem,
     )
 

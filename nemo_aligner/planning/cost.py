@@ -321,12 +321,15 @@ def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
 
 
 def is_of_experts(shape: ModelShape, linear: str) -> bool:
-    """Return True if each expert has its own weight of this linear layer."""
+    """Return True if ``linear`` is a layer of the MLP in a mixture-of-experts model.
+
+    Each expert then has a weight of its own for this linear layer.
+    """
     return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
 
 
 def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
-    """Count a layer's LoRA parameters on one rank; with ``of_experts`` only those of the experts.
+    """Count a layer's LoRA parameters on one rank; with ``of_experts`` only adapters of experts.
 
     Tensor parallelism splits either the inputs or the outputs of a linear layer. If it splits the
     inputs, LoRA's matrix A is split, otherwise B. In an expert, both matrices are split.

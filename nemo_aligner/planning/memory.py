@@ -67,8 +67,8 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
     The head's weights are in fp32, all others in the precision of training. Megatron's wrapper
     keeps gradients in fp32. The distributed optimizer shards Adam's two fp32 moments and the fp32
-    copies of 16-bit weights (``optimizer_parameters``). With ``cpu_offload``, moments are copied to
-    the GPU only for the optimizer's step, when no activations exist, so they are part of ``host``.
+    copies of 16-bit weights (``optimizer_parameters``). With ``cpu_offload``, the moments count as
+    ``host``: they are on the GPU only during the optimizer's step, when no activations exist.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
@@ -144,7 +144,7 @@ def is_offloaded(shape: ModelShape, plan: Plan, layer: int) -> bool:
 
 
 def _trained_layers(shape: ModelShape, plan: Plan, stage: int) -> list[int]:
-    """Return the layers of a stage that have a backward pass."""
+    """Return the numbers of the layers of a stage that have a backward pass (``has_backward``)."""
     layers = stage_layers(shape, plan, stage)
     return [layer for layer in layers if has_backward(plan, stage, layer)]
 
@@ -254,7 +254,7 @@ def _projection_width(shape: ModelShape, plan: Plan) -> float:
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
-    """Count the MLP channels per token that the experts of the busiest rank compute."""
+    """Count the MLP channels per token that the experts of the busiest expert parallel rank have."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
     return mlp_width(shape) + excess

@@ -31,7 +31,7 @@ class Candidate:
     """A parallel layout that the planner has evaluated.
 
     Attributes:
-        plan: the layout, with its recomputation.
+        plan: the layout, and the activations that it recomputes.
         memory: memory of the rank that needs the most.
         time: estimated time of a step.
     """
@@ -144,7 +144,7 @@ class Planner:
         return next((plan for plan in plans if self._fits(plan)), None)
 
     def _sizes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield all sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
+        """Yield the sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
         layers = self.shape.num_layers
         contexts = [1]
         can_split = self.shape.linear_attention is None
@@ -451,7 +451,7 @@ def settings_of(plan: Plan) -> list[str]:
 
 
 def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
-    """Return the cells of a layout's row in the table, by column name."""
+    """Return the cells of a layout's row in the printed table, by column name."""
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     return {
