@@ -70,7 +70,7 @@ def _take_no_other_rows() -> None:
     products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products has one
+# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products.py has one
 # such table, so each setting puts its own there.
 _TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 

@@ -1,4 +1,4 @@
-"""Scoring against transformers, or vLLM: the same weights and tokens, turn by turn.
+"""Compare our scoring speed with that of transformers or vLLM, on the same weights and tokens.
 
     python benchmarks/scoring.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
     python benchmarks/scoring.py --vllm-python vllm/bin/python --model ... --data ...
@@ -7,8 +7,8 @@ There are three kinds of work: both replies of pairs from ``--data``; single rep
 the file; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO sends them.
 transformers gets padded batches of ``--batch`` sequences, sorted by length or in the order of the
 file. Both sides run in fp32 on the CPU, in bf16 on a GPU. "real tokens" are those of the sequences,
-without padding, and count as often as they are sent; ``ours is faster by`` is the median over the
-turns of the ratio of times. ``products alone`` is the speed of only the matmuls for the tokens that
+without padding, and count as often as they are sent. Both sides score each work in turns; ``ours is
+faster by`` is the median over the turns of the ratio of times. ``products alone`` is the speed of only the matmuls for the tokens that
 we compute (a shared prefix is computed once). transformers runs in a process of its own: where it
 dies, for example for lack of memory, a dash replaces its figures. ``--rows`` and ``--cuda-graphs``
 add scorers with other settings, each with its own copy of the weights.

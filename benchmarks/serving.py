@@ -1,13 +1,14 @@
-"""Serving against vLLM's server: the same weights, token ids and clients, turn by turn.
+"""Compare our reward server with vLLM's, on the same weights and token ids, by the same clients.
 
     python benchmarks/serving.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
         --vllm-python vllm/bin/python
     python benchmarks/serving.py --tiny
 
-Both score one sequence a request with a random head on the CPU, in fp32 or by ``--precision bf16``;
-vLLM serves the folder that ``nemo-aligner export`` writes. First, the rewards of all servers are
-compared with those of our model in this process in fp32. Then, for each number of ``--clients``,
-every client sends its next request once it has its answer. Kinds of work:
+The servers are measured in turns. Both score one sequence a request with a random head on the CPU,
+in fp32 or with ``--precision bf16`` in bf16; vLLM serves the folder that ``nemo-aligner export``
+writes. First, the rewards of all servers are compared with those of our model in this process in
+fp32. Then the speed is measured for each number of ``--clients``; every client sends its next
+request once it has its answer. Kinds of work:
 
 - ``uniform`` and ``lognormal``: distributions of lengths, 224 tokens in the mean, no shared prefix
 - ``pairs``: both replies of pairs from ``--data``, one after the other

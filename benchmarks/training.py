@@ -1,4 +1,4 @@
-"""Training against TRL's RewardTrainer: the same weights, pairs, batches and loss, turn by turn.
+"""Compare our training speed with that of TRL's RewardTrainer: same weights, pairs and loss.
 
     pip install -e '.[bench]'
     python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
@@ -6,7 +6,7 @@
 Both train all weights, in fp32 on the CPU and in bf16 on a GPU. TRL gets the token ids that we
 train on. It runs once with each batch size of ``--trl-batch`` in every turn, after ours, and the
 speed-up is the median over the turns of the ratio of times. The first step of a run is not timed:
-it allocates memory and chooses kernels. ``--trl-tuned`` adds a TRL with FlashAttention 2, Liger's
+it allocates memory and chooses kernels. ``--trl-tuned`` also runs TRL with FlashAttention 2, Liger
 kernels and the fastest of several batch sizes. ``--trl-python`` is the interpreter of another
 environment with TRL. Where TRL dies, for example for lack of memory, a dash replaces its figures.
 Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters``

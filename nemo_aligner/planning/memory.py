@@ -254,7 +254,7 @@ def _projection_width(shape: ModelShape, plan: Plan) -> float:
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
-    """Count the MLP channels per token that the experts of the busiest expert parallel rank have."""
+    """Count the MLP channels that the busiest expert parallel rank computes, per token."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
     return mlp_width(shape) + excess
