@@ -1,12 +1,13 @@
-"""Latency of an agent's k-th turn: its dialogue so far, with a reward for each of its turns.
+"""Latency of scoring an agent's dialogue after each of its turns, with a reward for each turn.
 
     python benchmarks/agent.py --model SmolLM2-135M-Instruct.gguf --vllm-python vllm/bin/python
 
 A dialogue grows by a tool's message and a reply. After each reply the whole dialogue is sent as
 ``messages`` to ``/pooling`` with ``token_classify``: through the gateway to our server with and
 without its prefix cache, and to vLLM, which serves the folder that ``nemo-aligner export`` writes
-and turns its own cache off for this task. One client, fp32 on the CPU, a random head. The servers
-take turns at every dialogue; a time is the median over the dialogues.
+and turns its own cache off for this task. One client sends the requests; the model has a random
+head, and runs in fp32 on the CPU. Each dialogue is sent to all servers, one after the other; a time
+in the table is the median over the dialogues.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TurnRecipe(Recipe):
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    # Raise SystemExit, so that the servers are stopped, too.
+    # On SIGTERM raise SystemExit: then the ``finally`` block below stops the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
@@ -91,7 +92,7 @@ def main() -> None:
         contestants.close()
         clients.close()
     rows, difference = make_rows(loads, arguments.turns), largest_difference(loads)
-    print(f"\n{render(rows)}\n\nthe largest difference of a reward: {difference:.1e}")
+    print(f"\n{render(rows)}\n\nlargest difference between servers' rewards: {difference:.1e}")
     for name, failure in contestants.failures.items():
         print(f"\n{name}: {failure}")
     about = {"machine": machine(), "model": str(arguments.model), "precision": "fp32"}
@@ -103,8 +104,7 @@ def make_dialogue(rng: random.Random, turns: int) -> list[Any]:
     """Make a random dialogue of ``turns`` messages of a tool, each with a reply.
 
     Returns:
-        The dialogue as an agent sends it in each turn: up to its first reply, up to its second,
-        and so on.
+        The dialogues that an agent sends: up to the first reply, up to the second reply, and so on.
     """
     words = WORDS.split()
     dialogue: Dialogue = []
@@ -171,13 +171,29 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
-    parser.add_argument("--turns", type=int, default=8, help="of a dialogue (default 8)")
-    parser.add_argument("--dialogues", type=int, default=5, help="(default 5)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a dialogue")
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--vllm-python", help="Python of an environment with vLLM; default: skip vLLM"
+    )
+    parser.add_argument("--turns", type=int, default=8, help="turns of each dialogue (default 8)")
+    parser.add_argument("--dialogues", type=int, default=5, help="number of dialogues (default 5)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads that each side computes with (default 2)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=900.0,
+        help="time limit of a dialogue in seconds (default 900)",
+    )
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

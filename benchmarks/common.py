@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what the machine has")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="device to compute on; default: cuda if there is a GPU",
+    )
 
 
 def choose_device(name: str | None) -> str:
@@ -209,7 +213,7 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the worker's process."""
         self._process.kill()
         self._process.communicate()
         self._said.close()

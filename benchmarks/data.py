@@ -1,16 +1,19 @@
-"""Millions of pairs: time and memory to tokenize them once, map the tokens, and pack a step.
+"""How long a training run takes to load a large file of pairs, and how much memory that needs.
 
     python benchmarks/data.py --pairs 100000 1000000
 
-It writes files of pairs in the format of HH-RLHF (about 3.6 kB a pair) from pseudo-words with a
-long-tailed frequency distribution, and trains a BPE tokenizer of 16,384 tokens on them, unless
-``--tokenizer`` names a folder. The first start tokenizes the file, the second one maps the existing
-token cache; each is a process that runs from the settings to the packs of the first step.
+The file is made from random words, in the format of HH-RLHF (about 3.6 kB a pair). Unless
+``--tokenizer`` names a folder, a BPE tokenizer of 16,384 tokens is trained on the same words. The
+file is then loaded twice, each time in a new process, as ``nemo-aligner train`` does before its
+first step: the first start tokenizes the file and writes a token cache, the second start
+memory-maps the cache. Columns of the table:
 
-"a rank" is memory that only that process has (anonymous, by /proc/self/smaps_rollup).
-"indexing" is an upper bound for all processes of the first start: the peak of the main process,
-mapped files included, plus the largest peak of a worker times the number of workers. A step has 512
-records in packs of 8,192 tokens.
+- ``pairs/s``: pairs divided by the seconds of the first start
+- ``indexing, GB``: an upper bound of the memory of all processes of the first start: the peak of
+  the main process, mapped files included, plus the largest peak of a worker times their number
+- ``a rank, MB``: anonymous memory (not shared, not mapped from a file) after the second start
+- ``a step's packs, ms``: time to pack the 512 records of a training step into micro-batches of
+  8,192 tokens
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ def _make_tokenizer(folder: Path) -> Path:
     """Train a byte-level BPE tokenizer with ChatML's tokens on random sentences.
 
     Returns:
-        The folder, which transformers can load.
+        ``folder``, which transformers can load as a tokenizer.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -166,10 +169,16 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--tokenizer", type=Path, help="default: one is made")
-    parser.add_argument("--work", type=Path, help="a folder to keep the files in")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder with a tokenizer; default: train one"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps the files; default: a temporary one"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of torch threads (default 1)"
+    )
+    parser.add_argument("--json", type=Path, help="JSON file to write the figures to")
     return parser.parse_args()
 
 
@@ -219,9 +228,9 @@ def _build_loader(data: Any) -> Any:
 
 
 def _time_packing(data: Any, step: int) -> float:
-    """Measure the seconds to pack the step ``step``.
+    """Measure the seconds to pack the records of training step ``step`` into micro-batches.
 
-    A new loader is used, so that its background thread has not packed the step before.
+    A new loader is used, because the background thread of an old one has packed this step already.
     """
     loader = _build_loader(data)
     begun = time.perf_counter()

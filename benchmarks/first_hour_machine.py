@@ -1,6 +1,7 @@
-"""Two parts of the first hour: the machine's description, and the model of the comparisons.
+"""Two parts of gpu_first_hour.py: a description of the machine, and a model for comparisons.
 
-first_hour_work.py runs them without a parallel layout. Each takes its job and yields rows.
+first_hour_work.py calls these functions without a process group. Each takes its job (a dict of
+options) and yields rows of the report. The comparisons are those with TRL and vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of the first hour on a GPU: Markdown, a table for each part."""
+"""The report of gpu_first_hour.py as Markdown, with a table for each part (measurement)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the first hour on a GPU: subject, command and result file of each.
+"""The parts (measurements) of gpu_first_hour.py: subject, command and result file of each.
 
 gpu_first_hour.py runs them in the order of ``PARTS``.
 """
@@ -42,7 +42,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Hour:
-    """The settings that all parts share.
+    """The options of one run of gpu_first_hour.py, which all its parts (measurements) share.
 
     Attributes:
         precision: precision of the models with random weights.
@@ -62,11 +62,11 @@ class Hour:
     vllm_python: str
 
     def output(self, part: str) -> Path:
-        """Path of the file to which the part ``part`` writes its rows."""
+        """Return the path of the file to which the measurement ``part`` writes its rows."""
         return self.work / f"{part}.out"
 
     def log(self, part: str) -> Path:
-        """Path of the file that gets what the part ``part`` prints."""
+        """Return the path of the file that gets what the measurement ``part`` prints."""
         return self.work / f"{part}.log"
 
 
@@ -75,13 +75,14 @@ Command = Callable[[Hour, float], list[str]]
 
 @dataclass(frozen=True)
 class Part:
-    """One part, which runs in a process of its own.
+    """One measurement of gpu_first_hour.py, which runs in a separate process.
 
     Attributes:
+        about: what it measures, for the report.
         limit: seconds after which it is stopped.
-        command: builds the command from the settings and the seconds that the part has this time.
-        read: reads the rows from the output file, and remarks on failures.
-        lacks: returns the reason why the part cannot run here, or None if it can.
+        command: builds the command from the options and the seconds that the part may take.
+        read: reads the output file; returns its rows, and texts about failures for the report.
+        lacks: returns the reason why the part cannot run on this machine, or None if it can.
         needs: names of parts that must be done before it.
     """
 
@@ -95,7 +96,11 @@ class Part:
 
 
 def read_rows(output: Path) -> tuple[list[Row], list[str]]:
-    """Read the rows that a part wrote to its output file; there are never remarks."""
+    """Read the rows that a part wrote to its output file.
+
+    Returns:
+        The rows, and an empty list: such a part has no texts about failures (``Part.read``).
+    """
     return json.loads(output.read_text()), []
 
 
@@ -103,7 +108,7 @@ def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
     """Read the output file of training.py or scoring.py.
 
     Returns:
-        The rows, and as remarks the failures of the other trainer or scorer.
+        The rows, and a text for each failure of TRL, vLLM or transformers.
     """
     content = json.loads(output.read_text())
     failures = [*content.get("failures", []), content.get("failure")]
@@ -111,7 +116,7 @@ def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
 
 
 def _worker_command(part: str) -> Command:
-    """Return a function that builds the command which runs ``part`` by first_hour_work.py."""
+    """Return a function that builds the command of ``part``, a function of first_hour_work.py."""
 
     def command(hour: Hour, seconds: float) -> list[str]:
         job = {
@@ -144,9 +149,9 @@ def _tests_command(hour: Hour, seconds: float) -> list[str]:
 
 
 def _comparison_command(part: str, script: str) -> Command:
-    """Return a function that builds the command of another benchmark, ``script``, for ``part``.
+    """Return a function that builds the command of ``part``, which runs the benchmark ``script``.
 
-    The benchmark runs on the model and the pairs that the part ``model`` wrote.
+    The benchmark uses the model and the pairs that the part ``model`` has written.
     """
 
     def command(hour: Hour, seconds: float) -> list[str]:
@@ -172,9 +177,9 @@ def _comparison_command(part: str, script: str) -> Command:
 
 
 def _our_settings(hour: Hour) -> list[str]:
-    """Return the settings with which our side runs in the comparison of training.
+    """Return options for training.py, which compares with TRL: the settings of our side.
 
-    They are the fastest ones that the part ``width-2048`` measured.
+    They are the fastest ones that the part ``width-2048`` has measured.
     """
     best = fastest_so_far(hour.output("width-2048"))
     if best is None or hour.model is not None:

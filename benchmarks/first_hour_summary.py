@@ -1,4 +1,4 @@
-"""Summary of the first hour on a GPU: measured figures next to their goals, and best settings.
+"""Summary of gpu_first_hour.py: measured figures next to their goals, and the fastest settings.
 
 The goals are for one H100 with bf16 weights. Rows are read by their columns' names; a figure that
 no part measured is ``not measured``.
@@ -83,10 +83,11 @@ def _largest(rows: Sequence[Row], column: str) -> float | None:
 
 
 def _collect_speeds(rows: Rows) -> dict[str, dict[str, float]]:
-    """Collect how many rewards per second our scorers computed in the part ``scoring``.
+    """Collect how many rewards per second nemo_aligner computed in the measurement ``scoring``.
 
     Returns:
-        Rewards per second by the name of the scorer's settings, and then by the kind of work.
+        Rewards per second, by the name of the scorer's settings, and then by the kind of work
+        (such as pairs or single replies, see scoring.py).
     """
     speeds: dict[str, dict[str, float]] = {}
     for row in rows.get("scoring", ()):

@@ -1,7 +1,9 @@
-"""Run the tests of FILE and write a row to OUTPUT as soon as each ends: ``FILE OUTPUT``.
+"""Run the tests of a file, and write the result of each test to OUTPUT as soon as it ends.
 
-This is the part ``tests`` of the first hour, see gpu_first_hour.py. pytest's own reports come only
-at the end, which a part that runs out of time does not reach.
+    python benchmarks/first_hour_tests.py FILE OUTPUT
+
+gpu_first_hour.py runs this as its part ``tests``. pytest writes its own reports only at the end,
+which a part that runs out of time does not reach.
 """
 
 from __future__ import annotations

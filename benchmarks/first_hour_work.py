@@ -107,7 +107,7 @@ def _read_config(model: str | None) -> dict[str, Any] | None:
 def points_of(
     device: str, precision: str, config: dict[str, Any] | None = None
 ) -> dict[str, list[Point]]:
-    """Build the points (models and step sizes) that each part measures.
+    """Build the points (a model and the size of a step) that each part measures.
 
     They are sized for a GPU of 80 GiB, or tiny for a CPU.
 
@@ -161,9 +161,9 @@ def _mfu_points(base: Point) -> Iterator[Point]:
 
 
 def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]:
-    """Yield the name of the part for each hidden size, and a list of one point.
+    """Yield for each hidden size the name of its part (``width-N``), and a list of one point.
 
-    The part's ``Experiment`` varies this point.
+    ``Experiment`` in step_variants.py measures variants of this point (a model and a step size).
     """
     if device != "cuda":
         point = {**base, "spread": True, "sizes": (256, 512), "fixed": ((32, 4),), "steps": 1}
@@ -179,9 +179,9 @@ def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]
 
 
 def _profile_points(base: Point, device: str) -> Iterator[Point]:
-    """Yield the point that is profiled at each hidden size.
+    """Yield for each hidden size the point (model and step size) to profile.
 
-    On a GPU its step has only two micro-batches, to keep the trace short.
+    On a GPU the step has only two micro-batches, to keep the trace short.
     """
     if device != "cuda":
         yield base
@@ -203,7 +203,7 @@ def _memory_points(base: Point) -> Iterator[Point]:
 
 
 def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """The measured and the planned speed of a step at each point.
+    """Measure the speed of a step at each point (model and step size); yield it with the plan's.
 
     ``MFU`` is relative to the assumed peak, ``of a product`` to the rate of a large matmul measured
     here. Neither counts recomputation as work.
@@ -304,7 +304,7 @@ def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
 
 
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Measure the peak memory of a step at each point; yield it in GiB next to the planned peak.
+    """Measure a step's peak memory at each point (model and step size), in GiB, next to the plan's.
 
     A row also has the memory that torch's allocator reserves.
     """
@@ -487,14 +487,14 @@ def _seconds_left(job: Job) -> float:
 
 
 def _points_in_time(job: Job) -> Iterator[Point]:
-    """Yield the points of the job, as long as the time of the part suffices.
+    """Yield the points (models and step sizes) of the job, as long as there is time.
 
-    The next point must have as much time left as the longest one so far took.
+    Stop if less time is left than the longest measurement so far took.
     """
     longest = 0.0
     for index, point in enumerate(job["points"]):
         if _seconds_left(job) < longest:
-            print(f"no time is left for {len(job['points']) - index} more points", flush=True)
+            print(f"no time is left for {len(job['points']) - index} measurements", flush=True)
             return
         start = time.perf_counter()
         yield point

@@ -29,7 +29,7 @@ from serving_servers import Clients, Load, Recipe, percentile, start_gateway
 LENGTH = 32
 LIMIT_S = 300.0
 _WARM_UP = 50
-_ATOL = 2e-5  # largest difference of a reward that was computed in another batch
+_ATOL = 2e-5  # allowed difference between rewards of the same text in different batches
 DIRECT = "server, KServe"
 
 Request = dict[str, str]
@@ -50,7 +50,7 @@ def classify_request(token_ids: Sequence[int]) -> Request:
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    # Raise SystemExit, so that the servers are stopped, too.
+    # On SIGTERM raise SystemExit: then the ``finally`` block below stops the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
@@ -114,7 +114,7 @@ def _draw_texts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def _check_rewards(loads: Sequence[Load], atol: float) -> None:
-    """Compare the rewards of all routes with the server's.
+    """Compare the rewards that came through the gateway with the server's (``loads[0]``).
 
     Raises:
         WorkerFailed: a request has no reward, or one that differs by more than ``atol``.
@@ -124,7 +124,8 @@ def _check_rewards(loads: Sequence[Load], atol: float) -> None:
         apart = float(np.abs(_read_rewards(load) - first).max())
         if apart > atol:
             raise WorkerFailed(
-                f"a reward differs by {apart} from the server's; at most {atol} is allowed"
+                f"a reward through the gateway differs by {apart} from the server's; at most "
+                f"{atol} is allowed"
             )
 
 
@@ -157,11 +158,18 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=300, help="of a turn")
+    parser.add_argument(
+        "--requests", type=int, default=300, help="number of requests per turn (default 300)"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=32, help="concurrent, for requests/s")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=32,
+        help="concurrent clients in the throughput test (default 32)",
+    )
     parser.add_argument("--work", help="folder for the model and logs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="also write the measurements here")
+    parser.add_argument("--json", type=Path, help="JSON file to write the measurements to")
     return parser.parse_args()
 
 

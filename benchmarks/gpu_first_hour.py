@@ -104,7 +104,7 @@ def _count_gpus() -> tuple[int, str]:
 
 
 def _with_needs(names: Sequence[str]) -> list[Part]:
-    """Select the parts with these names and all parts that they need.
+    """Select the parts (measurements) with these names, and all parts that they need.
 
     The result is in the order of ``PARTS``, so that each part follows those that it needs.
     """
@@ -125,9 +125,9 @@ def _describe_machine(hour: Hour, arguments: argparse.Namespace) -> dict[str, An
 
 
 class _Report:
-    """The files of the report, which are rewritten after every part.
+    """The report ``first_hour.json`` and ``.md``, rewritten after every part (measurement).
 
-    Parts that have not run yet are in them as ``not run``.
+    A part that has not run yet has the state ``not run`` in the report.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -136,7 +136,7 @@ class _Report:
         self.results: list[Result] = []
 
     def add(self, result: Result, log: Path) -> None:
-        """Add the result of a part, and append its output to ``first_hour.log``."""
+        """Add the result of a part (measurement), and append its output to ``first_hour.log``."""
         self.results.append(result)
         self.write()
         with suppress(OSError), (self._folder / "first_hour.log").open("a") as logs:
@@ -157,9 +157,9 @@ class _Report:
 
 
 def _run(part: Part, hour: Hour, results: Sequence[Result], limit: float, threads: int) -> Result:
-    """Run a part for at most ``limit`` seconds and return its result.
+    """Run a part (measurement) for at most ``limit`` seconds, and return its result.
 
-    If this process gets a signal, it ends the part, too.
+    If this process gets SIGINT or SIGTERM, it ends the part's process, too.
     """
     reason = _reason_not_to_run(part, hour, results, limit)
     if reason is not None:
@@ -272,23 +272,42 @@ def _parse() -> argparse.Namespace:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--output", type=Path, default=Path("first_hour"), help="a folder")
-    parser.add_argument("--parts", nargs="+", choices=names, help="default: all, in this order")
-    parser.add_argument("--minutes", type=float, default=30.0, help="in all (default 30)")
     parser.add_argument(
-        "--model", type=Path, help="a .gguf, .nemo or folder; default: random weights"
+        "--output",
+        type=Path,
+        default=Path("first_hour"),
+        help="folder for the report (default: first_hour)",
     )
-    parser.add_argument("--data", type=Path, help="pairs; default: random words")
     parser.add_argument(
-        "--tflops", type=float, help="the GPU's peak, dense, in 16 bits (default 989)"
+        "--parts", nargs="+", choices=names, help="parts to run; default: all, in this order"
     )
-    parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
     parser.add_argument(
-        "--vllm-python", default=sys.executable, help="with vLLM; default: this one"
+        "--minutes", type=float, default=30.0, help="time limit of all parts together (default 30)"
     )
-    parser.add_argument("--threads", type=int, default=4, help="of the CPU, for a part (default 4)")
     parser.add_argument(
-        "--work", type=Path, help="a folder for models and logs; default: temporary"
+        "--model",
+        type=Path,
+        help="checkpoint: a .gguf or .nemo file, or a Hugging Face folder; default: random weights",
+    )
+    parser.add_argument("--data", type=Path, help="file of pairs; default: pairs of random words")
+    parser.add_argument(
+        "--tflops", type=float, help="the GPU's dense 16-bit peak in TFLOP/s (default 989)"
+    )
+    parser.add_argument(
+        "--trl-python",
+        default=sys.executable,
+        help="Python of an environment with TRL; default: this one",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=sys.executable,
+        help="Python of an environment with vLLM; default: this one",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=4, help="CPU threads of each part (default 4)"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for models and logs; default: a temporary one"
     )
     arguments = parser.parse_args()
     for name in ("model", "data"):

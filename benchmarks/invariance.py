@@ -2,11 +2,12 @@
 
     python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-It runs the three kinds of work of scoring.py in turns, in fp32 and bf16 (on a GPU only bf16):
-without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts rewards
-that are not bit-identical with those in a batch of one. On a CPU a matmul may use other numbers of
-rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the setting
-``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is printed.
+It runs the three kinds of work that scoring.py describes, in turns, in fp32 and bf16 (on a GPU only
+bf16): without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts
+rewards that are not bit-identical with those in a batch of one. On a CPU a matmul may use other
+numbers of rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the
+setting ``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is
+printed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _take_no_other_rows() -> None:
     products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products has one
+# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products.py has one
 # such table, so each setting puts its own there.
 _TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 
@@ -136,7 +137,11 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_work_options(parser)
-    parser.add_argument("--fixed", action="store_true", help="no other numbers of rows on a CPU")
+    parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="on a CPU, always use matmuls of the same number of rows",
+    )
     return parser.parse_args()
 
 

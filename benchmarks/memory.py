@@ -102,15 +102,28 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--save-interval", type=int, default=100, help="in steps (default 100)")
-    parser.add_argument("--global-batch", type=int, default=2, help="pairs a step (default 2)")
+    parser.add_argument(
+        "--save-interval", type=int, default=100, help="steps between checkpoints (default 100)"
+    )
+    parser.add_argument(
+        "--global-batch", type=int, default=2, help="pairs per training step (default 2)"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=1280)
     parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--skip-products", action="store_true", help="of matrices, to be quick")
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--skip-products", action="store_true", help="replace matmuls by constants, to save time"
+    )
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""How far bf16 moves rewards from fp32, by the part that is rounded, and the cost of fp32 parts.
+"""How much rewards in bf16 differ from fp32, by the parts of the model that compute in bf16.
 
     python benchmarks/precision.py --model megatron_gpt.nemo --data pairs.jsonl
 
@@ -6,11 +6,11 @@ The same reward model scores both replies of ``--pairs`` pairs in fp32, and in b
 then with one more or one fewer of its parts in fp32. "mean, same weights" compares with fp32
 computed on the bf16 weights, so it shows only the error of computing.
 
-Roundings are random, but the same for all replies that share a prefix. Each of ``--draws``
-therefore multiplies whatever is added to the residual stream by a factor that the norms cancel: all
-values are rounded anew, and exact rewards stay the same. Figures are means over the draws. Times
-are measured in turns, one of each variant a draw, and the ratio is the median; they are seconds of
-one core's work, which other programs disturb little.
+Replies with a shared prefix have the same rounding errors in the prefix, so few samples would give
+an error by chance. Each of ``--draws`` therefore multiplies the weights that add to the residual
+stream by a factor that the norms cancel: all values are rounded anew, and exact rewards stay the
+same. Figures are means over the draws. In each draw every variant is timed once; the time ratio is
+the median over the draws, of CPU seconds, which other programs disturb little.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> None:
             for precision in (Precision.fp32, Precision.bf16)
         )
         if arguments.draws > 1 and any("post_" in name for name in _named_weights(exact)):
-            sys.exit("--draws: got more than 1, wanted 1: this model norms what its layers add")
+            sys.exit(
+                "--draws: got more than 1, wanted 1: this model has norms on its layers' outputs"
+            )
         token_lists = encode_pairs(
             arguments.data, arguments.pairs, lambda text: exact.encode(text).token_ids
         )
@@ -82,10 +84,11 @@ def _load_scorer(path: Path, layout: Any, precision: Any) -> Any:
 def _measure_variants(
     exact: Any, rounded: Any, token_lists: list[list[int]], exact_rewards: np.ndarray, draws: int
 ) -> list[dict[str, Any]]:
-    """Measure how far each variant's rewards are from the exact ones, and its time.
+    """Measure how far each variant's rewards are from those in fp32, and how long it takes.
 
-    The first variant, "weights alone", computes in fp32 on the bf16 weights. The others are those
-    of ``_make_variants``. Returns a row for each.
+    The first variant, "weights alone", computes in fp32 on the bf16 weights. ``_make_variants``
+    makes the others, which compute in bf16 with some parts of the model in fp32. Returns a row for
+    each variant.
     """
     weights = {name: weight.detach().clone() for name, weight in _named_weights(exact).items()}
     variants: dict[str, tuple[Any, Part]] = {
@@ -203,9 +206,14 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a reward model's .nemo")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--pairs", type=int, default=32, help="how many (default 32)")
-    parser.add_argument("--draws", type=int, default=4, help="of roundings (default 4)")
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
+    parser.add_argument("--pairs", type=int, default=32, help="number of pairs (default 32)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=4,
+        help="number of times that values are rounded anew (default 4)",
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 

@@ -3,12 +3,12 @@
     python benchmarks/scaling.py                          # a small model; minutes on two CPU cores
     python benchmarks/scaling.py --config base.nemo --tables ranks --micro-batch-tokens 1024
 
-Every point is a synthetic model with random weights, trained on pairs of random tokens in processes
-of its own (torchrun starts several). Seconds are means over ``--steps`` steps after an untimed one,
-on the slowest rank, split into parts: ``data`` waits for packs, ``reduce`` sums gradients over
-ranks, ``other`` is the rest: gathering rewards and waiting for adjacent pipeline stages. A
-checkpoint interrupts training for ``save`` seconds and is on disk ``written`` seconds after it
-began.
+Every row of a table is a separate run: a model with random weights is trained on pairs of random
+tokens, in one process or in several that torchrun starts. Seconds are means over ``--steps`` steps
+after an untimed one, on the slowest rank. They are split into parts: ``data`` waits for packs,
+``reduce`` sums gradients over ranks, ``other`` is the rest (gathering rewards, and waiting for
+adjacent pipeline stages). Saving a checkpoint interrupts training for ``save`` seconds; the
+checkpoint is on disk ``written`` seconds after the save began.
 
 Memory is that of the rank that holds most, next to the plan of nemo_aligner/planning: on a CPU all
 tensors that live at once, on a GPU what the allocator handed out. ``resident`` is the growth of the
@@ -38,7 +38,8 @@ from common import (
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-# Defaults of the point that all tables start from, by device.
+# Default size of the model and of a training step, by device. Each table of results varies one of
+# these values, or the number of ranks.
 SIZES = {
     "layers": {"cpu": 4, "cuda": 16},
     "hidden": {"cpu": 256, "cuda": 2048},
@@ -112,7 +113,7 @@ def _pair_jobs(base: dict[str, Any]) -> Jobs:
 
 
 def _layout_jobs(base: dict[str, Any], max_ranks: int) -> Jobs:
-    """Make the jobs of the table of ranks.
+    """Make the jobs of the table that compares kinds of parallelism and numbers of ranks.
 
     The first runs on one rank, the others on 2, 4, ... ``max_ranks`` ranks, with one kind of
     parallelism each.
@@ -170,7 +171,7 @@ def _measure_jobs(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dic
 
 
 def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the columns with the seconds of a step and of its parts from a measured point."""
+    """Select the columns with the speed, and the seconds of a step and of its parts, from a row."""
     seconds = row["seconds"]
     return {
         "tokens/s": row["tokens"] / seconds["step"],
@@ -183,7 +184,8 @@ def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _memory_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the columns of memory in MiB, for the rank that holds most.
 
-    They are the measured and the planned memory, what a step adds, and the growth of the process.
+    They are the measured memory, the memory that nemo_aligner/planning predicts, what a step adds,
+    and the growth of the process (``resident``).
     """
     measured = row["measured"]
     step, resident = measured["step"] / MIB, measured["resident"] / MIB
@@ -219,21 +221,44 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, help="a .nemo whose shape to take")
-    parser.add_argument("--layers", type=int, help="default 4 on a CPU, 16 on a GPU")
-    parser.add_argument("--hidden", type=int, help="a multiple of 128 (default 256, or 2048)")
-    parser.add_argument("--seq-length", type=int, help="default 256, or 1024")
-    parser.add_argument("--pairs", type=int, help="a step (default 8, or 32)")
-    parser.add_argument("--micro-batch-tokens", type=int, help="default 2048, or 8192")
+    parser.add_argument("--config", type=Path, help=".nemo file whose model shape is used")
+    parser.add_argument(
+        "--layers", type=int, help="number of layers (default 4 on a CPU, 16 on a GPU)"
+    )
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        help="hidden size, a multiple of 128 (default 256 on a CPU, 2048 on a GPU)",
+    )
+    parser.add_argument(
+        "--seq-length", type=int, help="tokens of a sequence (default 256 on a CPU, 1024 on a GPU)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, help="pairs per step (default 8 on a CPU, 32 on a GPU)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens of a micro-batch (default 2048 on a CPU, 8192 on a GPU)",
+    )
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--recompute-layers", type=int, help="of a stage, with full; default all")
+    parser.add_argument(
+        "--recompute-layers",
+        type=int,
+        help="with --recompute full: layers per pipeline stage; default: all",
+    )
     parser.add_argument("--freeze-layers", type=int, default=0)
     parser.add_argument(
-        "--tables", nargs="+", choices=["sequence", "layers", "pairs", "ranks"], help="default all"
+        "--tables",
+        nargs="+",
+        choices=["sequence", "layers", "pairs", "ranks"],
+        help="tables to measure; default: all",
     )
-    parser.add_argument("--ranks", type=int, help="most of them (default: GPUs, or 2 on a CPU)")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed (default 3)")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument(
+        "--ranks", type=int, help="largest number of ranks (default: number of GPUs, or 2 on a CPU)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="timed steps (default 3)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank (default 1)")
     add_device_option(parser)
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Scoring against transformers, or vLLM: the same weights and tokens, turn by turn.
+"""Compare our scoring speed with that of transformers or vLLM, on the same weights and tokens.
 
     python benchmarks/scoring.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
     python benchmarks/scoring.py --vllm-python vllm/bin/python --model ... --data ...
@@ -7,11 +7,12 @@ There are three kinds of work: both replies of pairs from ``--data``; single rep
 the file; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO sends them.
 transformers gets padded batches of ``--batch`` sequences, sorted by length or in the order of the
 file. Both sides run in fp32 on the CPU, in bf16 on a GPU. "real tokens" are those of the sequences,
-without padding, and count as often as they are sent; ``ours is faster by`` is the median over the
-turns of the ratio of times. ``products alone`` is the speed of only the matmuls for the tokens that
-we compute (a shared prefix is computed once). transformers runs in a process of its own: where it
-dies, for example for lack of memory, a dash replaces its figures. ``--rows`` and ``--cuda-graphs``
-add scorers with other settings, each with its own copy of the weights.
+without padding, and count as often as they are sent. Both sides score each work in turns; ``ours is
+faster by`` is the median over the turns of the ratio of times. ``products alone`` is the speed of
+only the matmuls for the tokens that we compute (a shared prefix is computed once). transformers
+runs in a process of its own: where it dies, for example for lack of memory, a dash replaces its
+figures. ``--rows`` and ``--cuda-graphs`` add scorers with other settings, each with its own copy of
+the weights.
 
 With ``--vllm-python`` the other side is vLLM in that environment, called without a server, with an
 empty prefix cache in every turn.
@@ -275,7 +276,7 @@ def _parse() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[8],
-        help="of transformers; of several the fastest is taken (default 8)",
+        help="batch size of transformers; of several, the fastest is used (default 8)",
     )
     parser.add_argument(
         "--rows",
@@ -286,9 +287,14 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--cuda-graphs", action="store_true", help="also score with CUDA graphs")
     parser.add_argument(
-        "--transformers-python", default=sys.executable, help="with transformers; default: this one"
+        "--transformers-python",
+        default=sys.executable,
+        help="Python of an environment with transformers; default: this one",
     )
-    parser.add_argument("--vllm-python", help="with vLLM: compare with it instead")
+    parser.add_argument(
+        "--vllm-python",
+        help="Python of an environment with vLLM; compare with vLLM instead of transformers",
+    )
     return parser.parse_args()
 
 

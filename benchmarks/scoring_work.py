@@ -159,13 +159,24 @@ def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model, the data and the number of turns."""
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
+    parser.add_argument("--pairs", type=int, default=24, help="number of pairs (default 24)")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="number of runs of each side (default 3)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads that each side computes with (default 2)"
+    )
     add_device_option(parser)
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
 
 

@@ -1,13 +1,14 @@
-"""Serving against vLLM's server: the same weights, token ids and clients, turn by turn.
+"""Compare our reward server with vLLM's, on the same weights and token ids, by the same clients.
 
     python benchmarks/serving.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
         --vllm-python vllm/bin/python
     python benchmarks/serving.py --tiny
 
-Both score one sequence a request with a random head on the CPU, in fp32 or by ``--precision bf16``;
-vLLM serves the folder that ``nemo-aligner export`` writes. First, the rewards of all servers are
-compared with those of our model in this process in fp32. Then, for each number of ``--clients``,
-every client sends its next request once it has its answer. Kinds of work:
+The servers are measured in turns. Both score one sequence a request with a random head on the CPU,
+in fp32 or with ``--precision bf16`` in bf16; vLLM serves the folder that ``nemo-aligner export``
+writes. First, the rewards of all servers are compared with those of our model in this process in
+fp32. Then the speed is measured for each number of ``--clients``; every client sends its next
+request once it has its answer. Kinds of work:
 
 - ``uniform`` and ``lognormal``: distributions of lengths, 224 tokens in the mean, no shared prefix
 - ``pairs``: both replies of pairs from ``--data``, one after the other
@@ -73,7 +74,7 @@ _MAX_DIFFERENCE = {"fp32": 1e-2, "bf16": 0.1}
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    # Raise SystemExit, so that the servers are stopped, too.
+    # On SIGTERM raise SystemExit: then the ``finally`` block below stops the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
@@ -221,7 +222,7 @@ def _measure_differences(
                 differences[name] = float(np.abs(np.array(load.rewards)[:, 0] - rewards).max())
     largest = float(np.abs(rewards).max())
     listed = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
-    print(f"the largest difference of a reward (of up to {largest:.2f}) from fp32: {listed}")
+    print(f"largest difference from fp32, of rewards of up to {largest:.2f}: {listed}")
     if max(differences.values()) > _MAX_DIFFERENCE[arguments.precision] * largest:
         sys.exit("the rewards differ, so the servers do not compute the same thing")
     return differences
@@ -313,33 +314,53 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, help="pairs")
-    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
+    parser.add_argument("--model", type=Path, help="base model: a .gguf or a Hugging Face folder")
+    parser.add_argument("--data", type=Path, help="file of pairs")
+    parser.add_argument("--vllm-python", help="Python with vLLM; default: skip vLLM")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
-        "--requests", type=int, default=64, help="a turn (default 64), at least 2 for each client"
+        "--requests",
+        type=int,
+        default=64,
+        help="requests per turn (default 64), at least 2 for each client",
     )
-    parser.add_argument("--turns", type=int, default=2, help="of each server (default 2)")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each server (default 2)")
     parser.add_argument(
-        "--rest", type=float, default=3.0, help="seconds before each load (default 3)"
+        "--rest", type=float, default=3.0, help="pause before each turn in seconds (default 3)"
     )
     parser.add_argument(
-        "--server", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours"
+        "--server", action="append", default=[], metavar="KEY=VALUE", help="setting of our server"
     )
     parser.add_argument(
-        "--compare-cache", action="store_true", help="in shared, ours without its cache, too"
+        "--compare-cache",
+        action="store_true",
+        help='also measure our server without its prefix cache, in the work "shared"',
     )
     parser.add_argument("--precision", choices=[*_VLLM_DTYPES], default="fp32")
-    parser.add_argument("--tiny", action="store_true", help="what the server itself costs")
-    parser.add_argument("--tiny-requests", type=int, default=2000, help="(default 2000)")
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="with --tiny: N more")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
     parser.add_argument(
-        "--limit", type=float, default=900.0, help="seconds of a turn of a server (default 900)"
+        "--tiny",
+        action="store_true",
+        help="measure the cost of the server itself, with a tiny model",
     )
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--tiny-requests",
+        type=int,
+        default=2000,
+        help="with --tiny: number of requests (default 2000)",
+    )
+    parser.add_argument(
+        "--soak",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --tiny: N more requests",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="time limit of a turn in seconds (default 900)"
+    )
+    parser.add_argument("--work", help="folder for the converted model; default: temporary")
     parser.add_argument("--output", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     if not arguments.tiny and (arguments.model is None or arguments.data is None):

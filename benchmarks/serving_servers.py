@@ -320,7 +320,7 @@ class Contestants:
                 raise WorkerFailed(f"{load.rejected} requests have no reward: {message}")
         except WorkerFailed as error:
             if recipe.is_ours:
-                raise WorkerFailed(f"{error}\nits log: {log}") from None
+                raise WorkerFailed(f"{error}\nthe server's log: {log}") from None
             self.failures[name] = str(error)
             self._stop(name)
             return None

@@ -35,11 +35,11 @@ _UNKNOWN_TOKEN_ID = 10**9
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A request to a server.
+    """A request to a server, and what the answer must be.
 
     Attributes:
         request: its path and body.
-        rows: number of rewards that it asks for.
+        rows: number of rewards that the answer must have.
         is_malformed: True if the server must reject it.
     """
 

@@ -1,6 +1,6 @@
 """Where the time of a training step goes on a GPU: kernels by class, and the gaps between them.
 
-This is a part of the first hour, see gpu_first_hour.py. The rows come from the trace of one step
+gpu_first_hour.py runs this measurement. The rows come from the trace of one step
 that torch's profiler exports; its categories (``kernel``, ``gpu_memcpy``, ``cuda_runtime``) are the
 same in all versions of torch. Without a GPU, operators of the CPU take the place of kernels, which
 only tests this code.
@@ -62,7 +62,10 @@ class StepTrace:
     micro_batches: int
 
     def rows(self, usual_ms: float) -> Iterator[Row]:
-        """Yield the rows of the table; ``usual_ms`` is the step's time without the profiler."""
+        """Yield the rows of a table that shows where the time of the step goes.
+
+        ``usual_ms`` is the time of a step without the profiler, in milliseconds.
+        """
         categories = _DEVICE_CATEGORIES[self.device]
         work = [event for event in self.events if event.get("cat") in categories]
         if not work:

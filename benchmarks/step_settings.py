@@ -37,7 +37,10 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
 
 
 def fastest_so_far(output: Path) -> Variant | None:
-    """The fastest variant in a part's output file; None if the file does not exist yet."""
+    """Return the fastest variant in the output file of step_variants.py.
+
+    None if the file does not exist yet, or has no variant on texts of varying lengths.
+    """
     try:
         return fastest(json.loads(output.read_text()))
     except (OSError, ValueError):

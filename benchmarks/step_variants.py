@@ -1,6 +1,6 @@
 """Speed of a training step at one hidden size, by pointwise kernels, graphs and micro-batch.
 
-This is a part of the first hour, see gpu_first_hour.py. All variants run in one process, each on a
+gpu_first_hour.py runs this measurement. All variants run in one process, each on a
 new learner with the same random weights and the same pairs, whose lengths vary as those of chats.
 Not all combinations are run: pointwise kernels are compared first, then CUDA graphs and micro-batch
 sizes with the fastest kernels.
@@ -30,10 +30,10 @@ _SLOW_TO_START = ("compile", "liger")
 
 @dataclass(frozen=True)
 class Experiment:
-    """How the points of one width are measured.
+    """How the variants of a training step at one hidden size are measured.
 
     Attributes:
-        base: the point that all variants change.
+        base: the point (model and step size, see synthetic.py) that all variants change.
         sizes: the values of ``micro_batch_tokens``, the usual one first, the smallest last.
         fixed: (length, number of pairs) of further measurements, which come last. In each, all
             texts have the same length.

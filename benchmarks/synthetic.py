@@ -62,7 +62,7 @@ _SEED = 1234
 
 
 def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[str, Any]:
-    """A point with the defaults (one rank, no recomputation), updated by ``changes``."""
+    """Describe a measurement (a "point"): one rank, no recomputation, updated by ``changes``."""
     return {
         "model": model,
         "precision": precision,
@@ -97,15 +97,16 @@ def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[s
 
 
 def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
-    """Build the plan from which planning/ predicts the cost of the point ``job``.
+    """Build the plan from which nemo_aligner/planning predicts the cost of the measurement ``job``.
 
-    ``expert_load`` is the load of the busiest expert relative to the mean (``Plan.expert_load``).
+    ``job`` is a point from ``make_point``. ``expert_load`` is the load of the busiest expert
+    parallel rank relative to the mean (``Plan.expert_load``).
     """
     local_pairs = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
     packs = even_packs(local_pairs, job["sequence_length"], budget, job["prefix"])
     if not torch.cuda.is_available():
-        # Attention on a CPU copies no keys and computes one segment at a time.
+        # Attention on a CPU copies no keys, and computes prefixes and replies one at a time.
         longest = max(job["prefix"], job["sequence_length"] - job["prefix"])
         packs = replace(packs, kept_keys=1.0, longest=longest)
     return Plan(
@@ -120,14 +121,14 @@ def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
 
 
 def shape_and_plan(point: Mapping[str, Any]) -> tuple[ModelShape, Plan]:
-    """Return the model's shape and the plan, from which planning/ predicts the cost of a point."""
+    """Return the shape and the plan from which nemo_aligner/planning predicts a point's cost."""
     return ModelShape.from_config(point["model"]), plan_of(point)
 
 
 def compare_memory(
     measured: Mapping[str, float], planned: Memory, unit: float
 ) -> dict[str, float | None]:
-    """Columns of a table: measured next to planned memory, in units of ``unit`` bytes.
+    """Return columns of a table: measured next to planned memory, in units of ``unit`` bytes.
 
     ``measured`` is the result of ``measure_memory``, or empty where the device's memory was too
     small; the measured columns are then None.
@@ -151,10 +152,11 @@ def divide(number: float | None, divisor: float | None) -> float | None:
 
 
 def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Measure training steps of a point; every rank calls it.
+    """Measure the training steps that ``job`` (a point from ``make_point``) describes.
 
-    The main rank returns the tokens of a step over all ranks, the seconds of the slowest rank by
-    part and the memory of the rank that holds most, in bytes. Other ranks return None.
+    Every rank calls this function. The main rank returns the tokens of a step over all ranks, the
+    seconds of the slowest rank by part of the step, and the memory of the rank that holds most, in
+    bytes. Other ranks return None.
     """
 
     with launch() as world:

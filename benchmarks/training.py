@@ -1,4 +1,4 @@
-"""Training against TRL's RewardTrainer: the same weights, pairs, batches and loss, turn by turn.
+"""Compare our training speed with that of TRL's RewardTrainer: same weights, pairs and loss.
 
     pip install -e '.[bench]'
     python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
@@ -6,7 +6,7 @@
 Both train all weights, in fp32 on the CPU and in bf16 on a GPU. TRL gets the token ids that we
 train on. It runs once with each batch size of ``--trl-batch`` in every turn, after ours, and the
 speed-up is the median over the turns of the ratio of times. The first step of a run is not timed:
-it allocates memory and chooses kernels. ``--trl-tuned`` adds a TRL with FlashAttention 2, Liger's
+it allocates memory and chooses kernels. ``--trl-tuned`` also runs TRL with FlashAttention 2, Liger
 kernels and the fastest of several batch sizes. ``--trl-python`` is the interpreter of another
 environment with TRL. Where TRL dies, for example for lack of memory, a dash replaces its figures.
 Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters``
@@ -112,8 +112,8 @@ class MeasuredRuns:
 
     Attributes:
         ours: result of each of our runs.
-        trl: results of each TRL's runs, by its name.
-        failures: how a TRL has failed, by its name. It is not run again.
+        trl: results of TRL's runs, by the name of TRL's settings in the table.
+        failures: how TRL has failed, by the same names. These settings are not run again.
     """
 
     ours: list[dict[str, Any]]
@@ -124,14 +124,14 @@ class MeasuredRuns:
 def _run_turns(
     arguments: argparse.Namespace, ours: dict[str, Any], peers: Mapping[str, dict[str, Any]]
 ) -> Iterator[MeasuredRuns]:
-    """Run ours and then each TRL in every turn; yield all results so far after each run."""
+    """Run ours, then TRL with each of its settings, in every turn; yield all results so far."""
     measured = MeasuredRuns([], {name: [] for name in peers}, {})
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
         measured.ours.append(run_worker("training.py", "ours", ours, arguments.threads))
         yield measured
         for name, job in peers.items():
-            # A TRL that has failed once is not run again.
+            # TRL is not run again with settings with which it has failed.
             if name in measured.failures:
                 continue
             print(f", {name.partition(',')[0] if len(peers) == 1 else name}", end="", flush=True)
@@ -203,27 +203,54 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--ours", nargs="+", default=[], help="more of our settings")
-    parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
-    parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="the base model: a .gguf file or a Hugging Face folder",
+    )
+    parser.add_argument("--data", type=Path, required=True, help="file of pairs")
+    parser.add_argument(
+        "--ours", nargs="+", default=[], help="further settings of our side, as KEY=VALUE"
+    )
+    parser.add_argument(
+        "--trl-python",
+        default=sys.executable,
+        help="Python of an environment with TRL; default: this one",
+    )
+    parser.add_argument(
+        "--trl-batch", type=int, nargs="+", default=[8, 1], help="batch sizes of TRL"
+    )
     parser.add_argument(
         "--trl-tuned",
         type=int,
         nargs="+",
         default=[],
-        help="also TRL with FlashAttention and Liger, in the fastest of these batches",
+        help="also run TRL with FlashAttention and Liger, with the fastest of these batch sizes",
     )
-    parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
-    parser.add_argument("--warm-up", type=int, default=1, help="untimed steps first (default 1)")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each (default 2)")
-    parser.add_argument("--global-batch", type=int, default=8, help="pairs a step (default 8)")
-    parser.add_argument("--micro-batch-tokens", type=int, help="default 1280 on a CPU")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per run (default 2)")
+    parser.add_argument(
+        "--warm-up", type=int, default=1, help="untimed steps before them (default 1)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="number of runs of each side (default 2)"
+    )
+    parser.add_argument(
+        "--global-batch", type=int, default=8, help="pairs per training step (default 8)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens of our micro-batches (default 1280 on a CPU)",
+    )
     parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads that each side computes with (default 2)"
+    )
     add_device_option(parser)
-    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument(
+        "--work", help="folder that keeps the converted model; default: a temporary one"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 
@@ -292,7 +319,7 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not runs:
-        raise MemoryError(f"none of the batches {job['batch_sizes']} fits")
+        raise MemoryError(f"none of the batch sizes {job['batch_sizes']} fits into memory")
     return min(runs, key=lambda run: sum(run["seconds"]))
 
 

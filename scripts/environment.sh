@@ -24,7 +24,7 @@ _find_python() {
             return
         fi
     done
-    echo "error: found no Python 3.10, 3.11 or 3.12; NEMO_ALIGNER_PYTHON can name one" >&2
+    echo "error: found no Python 3.10, 3.11 or 3.12; install one, or set NEMO_ALIGNER_PYTHON to its path" >&2
     return 1
 }
 
@@ -87,7 +87,7 @@ PYTHON
 _activate() {
     if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
         python -c "$_fits" || {
-            echo "error: $(python --version) is active, wanted 3.10, 3.11 or 3.12" >&2
+            echo "error: $(python --version) is active, wanted 3.10, 3.11 or 3.12; deactivate this environment" >&2
             return 1
         }
         return

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Downloads the wheels that the first hour on a GPU needs on a machine without internet, for
+# Downloads the wheels that scripts/gpu_first_hour.sh needs on a machine without internet, for
 # Python 3.12 on x86-64 Linux. docs/gpu.md lists the packages that the machine must already have.
 #
 #   bash scripts/gpu_wheels.sh [FOLDER]      default: wheels/
@@ -12,7 +12,7 @@ python="$(command -v python3 || command -v python)"
 # Some ways of copying files to a machine reject more than this.
 limit_mib=45
 
-# The engine: megatron-core, and the packages that it and our settings import.
+# megatron-core, and the packages that megatron-core and our settings import.
 engine=(megatron-core==0.16.1 omegaconf==2.3.0 psutil argcomplete lightning)
 # What tests/conftest.py needs next to pytest.
 tests=(pytest-xdist execnet)
@@ -35,7 +35,7 @@ download() {
 }
 download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
 download "${serving[@]}"
-# omegaconf's parser has no wheel on PyPI.
+# antlr4, which omegaconf needs, has no wheel on PyPI, so build one.
 "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir "$folder" --no-deps \
     antlr4-python3-runtime==4.9.3
 

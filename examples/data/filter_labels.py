@@ -55,8 +55,9 @@ class Pair:
         record: file and line number, from 1.
         line: the line, unchanged.
         prompt: identifies the prompt; all its pairs go to one fold.
-        margin: reward of the chosen minus that of the rejected reply; NaN if not judged.
-        p_wrong: probability that the label is wrong; NaN if not judged.
+        margin: reward of the chosen minus that of the rejected reply; NaN if the model cannot score
+            the pair.
+        p_wrong: probability that the label is wrong; NaN if ``margin`` is NaN.
     """
 
     record: str
@@ -135,8 +136,11 @@ def judge(
         with na.train(records=files[0], output=folder, **settings) as model:
             try:
                 rows = model.evaluate(files[1], **reading_settings(settings)).rows
-            except DataError as error:  # no pair of the fold can be judged
-                print(f"{folder.name}: no pair is judged: {error}", file=sys.stderr)
+            except DataError as error:  # the model cannot score any pair of the fold
+                print(
+                    f"{folder.name}: no pair of this fold can be scored, all are kept: {error}",
+                    file=sys.stderr,
+                )
                 rows = []
         margins = {
             row["record"].rpartition(":")[2]: row["rewards"]["chosen"] - row["rewards"]["rejected"]
@@ -160,10 +164,10 @@ def reading_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_probabilities(pairs: Sequence[Pair]) -> str:
-    """Set ``p_wrong`` of every pair that was judged.
+    """Set ``p_wrong`` of every pair that has a margin.
 
     Returns:
-        A line for people: the number of judged pairs, and the models' accuracy on them.
+        A line to print: the number of these pairs, and the models' accuracy on them.
     """
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     margins = margins[~margins.isnan()]
@@ -203,7 +207,10 @@ def describe_doubted(pair: Pair) -> dict[str, Any]:
 
 
 def reply_of(side: Any) -> str:
-    """Return the content of the last message; a side that is text is returned whole."""
+    """Return the reply of a side (``chosen`` or ``rejected``).
+
+    This is the content of the last message or, if the side is a text, the whole text.
+    """
     return side if isinstance(side, str) else str(side[-1]["content"])
 
 

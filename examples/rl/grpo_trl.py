@@ -3,7 +3,8 @@
     nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
     python examples/rl/grpo_trl.py
 
-TRL's default has no KL penalty (beta=0), so ``--kl`` has no effect here. The divergence is shown.
+TRL's default has no KL penalty (beta=0), so ``--kl`` has no effect here. The KL divergence from the
+policy before training is printed all the same.
 """
 
 from __future__ import annotations

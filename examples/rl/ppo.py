@@ -104,7 +104,7 @@ def make_token_lists(replies: Replies) -> list[list[int]]:
 
 
 def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
-    """Let the critic on the server take training steps on the batch, and return its loss."""
+    """Let the critic server train on the returns of the batch, and return the critic's loss."""
     lists = make_token_lists(batch.replies)
     shape = (len(lists), max(map(len, lists)))
     tokens = np.zeros(shape, dtype=np.int64)

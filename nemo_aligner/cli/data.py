@@ -115,7 +115,7 @@ def fetch_parser() -> Parser:
 
 
 def run_fetch(options: argparse.Namespace) -> int:
-    """Download the data set, and print the number of rows."""
+    """Download a data set of the hub into a file, and print the number of rows."""
     from nemo_aligner.data.hub import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
@@ -188,14 +188,16 @@ def run_inspect(options: argparse.Namespace) -> int:
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
-        # last_token is the default of --reads, so the user may not have chosen it.
+        # last_token is the default of --reads. The user may not have chosen it, so it cannot
+        # contradict the contract.
         position = contract.scored_position if options.reads == "last_token" else options.reads
         separator = options.step_separator or contract.step_separator
         if (position, separator) != (contract.scored_position, contract.step_separator):
             raise ConfigError(
-                f"--tokenizer: the contract of {options.tokenizer} reads {contract.scored_position}"
-                f" with the separator {contract.step_separator!r}, and --reads or "
-                "--step-separator differs from that. Omit both options, or use a base model"
+                f"--tokenizer: the scoring contract of {options.tokenizer} has "
+                f"reads={contract.scored_position} and step_separator="
+                f"{contract.step_separator!r}, but --reads or --step-separator has another value. "
+                "Omit both options, or pass the tokenizer of a base model"
             )
         rules = tokenizer, contract
         # A trained model has another hash, because the hash also covers precision, objective and

@@ -254,7 +254,10 @@ def _split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _complete() -> None:
-    """Print completions of the command line that the shell has put into variables, and exit."""
+    """Print completions for the Tab key, and exit; argcomplete calls the program for this.
+
+    The shell passes the command line in environment variables.
+    """
     import argcomplete
 
     root = argparse.ArgumentParser(PROGRAM)
@@ -264,7 +267,7 @@ def _complete() -> None:
         if group not in groups:
             groups[group] = groups[""].add_parser(group).add_subparsers()
         verb_parser = load(verb).new_parser()
-        # No --help is added, because ``verb_parser`` has it already.
+        # ``add_help=False``, because the parent parser ``verb_parser`` defines --help already.
         groups[group].add_parser(name, parents=[verb_parser], add_help=False)
     argcomplete.autocomplete(root)
 

@@ -213,7 +213,7 @@ def _render_notes(notes: Sequence[str]) -> str:
 
 
 def starts_ranks(options: argparse.Namespace) -> bool:
-    """Tell if this command must start several ranks of itself (``--processes``).
+    """Tell if this process must start ranks that run the verb, because of ``--processes``.
 
     Raises:
         ConfigError: a launcher has started this process as a rank already.

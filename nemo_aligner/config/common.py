@@ -1,6 +1,7 @@
-"""Shared parts of all sections of the settings: enumerations, ``setting``, checks of values.
+"""Building blocks of all settings: enumerations, ``setting`` (declares a field), ``Checks``.
 
-``read_count`` and ``read_number`` check numbers in files of other programs.
+``read_count``, ``read_number`` and the ``*_of_config`` functions check numbers that come from
+checkpoints, such as the hidden size in NeMo's ``model_config.yaml``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ ABOUT = "about"
 # The largest seed of numpy's RandomState.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
-# The smallest float above 0: ranges include their bounds, so "above 0" needs another bound than 0.
+# The smallest float above 0. ``require_range`` also accepts its bounds, so "above 0" uses this one.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
 """Tokens per block of the prefix cache, which stores keys and values by whole blocks."""
 
 
 class RecordKind(Enum):
-    """Kind of the records in a data file."""
+    """The two kinds of records in data files: compared replies, and replies with labels."""
 
     comparison = "comparison"  # a chosen and a rejected reply
     rating = "rating"  # a reply with a label for each attribute
@@ -36,7 +37,8 @@ class RecordKind(Enum):
 class Aggregate(Enum):
     """The rule that combines the rewards of a sample's turns or steps into one reward.
 
-    ``aggregate_steps`` in ``contract/steps.py`` applies it, and explains ``product``.
+    ``product`` multiplies the probabilities that the steps are right; for its formula see
+    ``aggregate_steps`` in ``contract/steps.py``.
     """
 
     last = "last"
@@ -46,14 +48,14 @@ class Aggregate(Enum):
 
 
 class RewardModelType(Enum):
-    """Training task of a reward model; it decides the kind of records it is trained on."""
+    """The task of a reward model: to rank the replies of a pair, or to predict labels."""
 
     binary_ranking = "binary_ranking"
     regression = "regression"
 
     @property
     def record_kind(self) -> RecordKind:
-        """The kind of records that the model is trained on."""
+        """The kind of records that training on this task needs."""
         return RecordKind.rating if self is RewardModelType.regression else RecordKind.comparison
 
 
@@ -112,7 +114,7 @@ def setting(default: T, about: str) -> T:
 
 
 def as_yaml(value: Any) -> str:
-    """Write a value as YAML in one line."""
+    """Return the value of a setting as YAML in one line, for messages and ``--help``."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool) or value is None:
@@ -127,14 +129,15 @@ def as_yaml(value: Any) -> str:
 class Checks:
     """Context manager that checks the values of one section.
 
-    The ``with`` block calls the checks. At its end all problems are raised as one error.
+    The ``require`` methods do not raise; they collect problems. At its end, the ``with`` block
+    raises all of them as one error, so that a user sees every invalid setting at once.
 
     Args:
         prefix: the section's key, which error messages begin with.
-        section: the instance to check.
+        section: the section's dataclass instance.
 
     Raises:
-        SettingsError: checks failed; ``problems`` has a line for each.
+        SettingsError: at the end of the block; ``problems`` has a line for each failed check.
     """
 
     def __init__(self, prefix: str, section: object) -> None:
@@ -183,18 +186,18 @@ class Checks:
         self.require_range(0, inf, "0 or more", *names)
 
     def require_prefix_cache(self, name: str) -> None:
-        """Require a size of the prefix cache in tokens: 0, or at least one block."""
+        """Require that a prefix cache has 0 tokens, or at least a block of ``BLOCK_TOKENS``."""
         tokens = getattr(self._section, name)
         expected = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
         self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, expected)
 
     def require_finite(self, *names: str) -> None:
-        """Require that the settings ``names`` are not infinite; other checks reject NaN."""
+        """Require that the settings ``names`` are not infinite; ``require_range`` rejects NaN."""
         for name in names:
             self.require(getattr(self._section, name) != inf, name, "a finite number")
 
     def require_seed(self, name: str) -> None:
-        """Require a seed that every random number generator accepts."""
+        """Require a seed that numpy and torch accept; numpy has the smaller maximum."""
         self.require_range(0, MAX_SEED, f"a whole number from 0 to {MAX_SEED}", name)
 
     def require_port(self, name: str) -> None:
@@ -202,7 +205,10 @@ class Checks:
         self.require_range(0, MAX_PORT, f"0 (any free port) to {MAX_PORT}", name)
 
     def require_one_token(self, name: str) -> None:
-        """Require at most one source of a bearer token: ``NAME_file`` or ``NAME_variable``."""
+        """Require that a bearer token has at most one source: a file or a variable.
+
+        The settings are called ``NAME_file`` and ``NAME_variable`` for the ``name`` NAME.
+        """
         file, variable = f"{name}_file", f"{name}_variable"
         at_most_one = (
             getattr(self._section, file) is None or getattr(self._section, variable) is None
@@ -295,7 +301,7 @@ def _read_in_range(
     minimum: float,
     maximum: float,
 ) -> Any:
-    # ``type`` and not ``isinstance``, because True is an instance of int.
+    # ``isinstance`` would accept True as an int.
     if type(value) not in types or not minimum <= value <= maximum:
         raise CheckpointError(f"{location}: got {shown(value)}, wanted {expected}")
     return value

@@ -37,7 +37,8 @@ class KeyRule:
         target: the key of this package that gets the value; empty if there is none.
         values: our value for each of NeMo-Aligner's values (as YAML); others stay the same.
         accepted: the only accepted values, as YAML; empty accepts all.
-        same_as: a key or property of our settings that must have the same value after loading.
+        same_as: a key or property of our settings that must have the same value as ``key``; this is
+            checked after loading.
         adds: True if the value is appended to the list of ``target``.
     """
 
@@ -55,7 +56,7 @@ class SameValue:
     """A check after loading: NeMo-Aligner's ``value`` must equal our setting ``rule.same_as``.
 
     Attributes:
-        rule: the rule of the key that has the value.
+        rule: the rule of the NeMo-Aligner key that has ``value``.
         value: the value in NeMo-Aligner's settings.
         location: the file with the key, for the error message; empty for the command line.
     """
@@ -78,14 +79,14 @@ class SameValue:
 
 
 class Translation:
-    """Translator of settings by rules, which also collects notes and problems.
+    """Translator from NeMo-Aligner's settings to ours, which also collects notes and problems.
 
     An update is a settings file or a ``key=value`` argument. First ``register`` all updates, then
     ``translate`` each of them.
 
     Attributes:
         problems: ``(file, message)`` for each rejected value.
-        pending: checks that run after all settings are loaded.
+        pending: comparisons with our settings, which ``load.py`` runs after it has loaded them.
     """
 
     def __init__(self, rules: Sequence[KeyRule]) -> None:
@@ -102,20 +103,21 @@ class Translation:
     def register(self, update: DictConfig) -> None:
         """Store an update, before any update is translated.
 
-        All updates must be known first: one may refer to values of another, and if several set the
-        same key, the last one wins.
+        ``translate`` needs to know all updates: an update may refer to a value of another update
+        (``${model.seed}``), and if several updates set the same key, the last one wins.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         self._last_update |= dict.fromkeys((key for key, _ in _list_leaves(tree)), update)
         try:
             self._settings = OmegaConf.merge(self._settings, update)  # type: ignore[assignment]
         except OmegaConfBaseException:
-            return  # the setting is invalid, which ``_Merging`` reports later
+            return  # the update is invalid; ``_Merging`` in ``load.py`` reports this later
 
     def translate(self, update: DictConfig, location: str) -> DictConfig:
         """Return a copy of an update with our keys instead of NeMo-Aligner's.
 
-        Rejected values are added to ``problems``, and checks for later to ``pending``.
+        Messages about rejected values are added to ``problems``. Comparisons with settings that are
+        not loaded yet are added to ``pending``.
 
         Args:
             location: file of the update, for error messages; empty for the command line.
@@ -215,7 +217,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _list_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(full key, value)`` for every key except sections."""
+    """Yield ``(full key, value)`` for every setting in nested sections, but not for sections."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _list_leaves(value, f"{prefix}{name}.")
@@ -247,9 +249,9 @@ def _remove_key(tree: dict[str, Any], key: str) -> None:
 
 # The rules. Each line has the form: keys | action | reason. The actions are
 #
-# same              the key has the same name here
-# ignored           the key has no effect here
-# KEY               the key is called KEY here
+# same              the key has the same name in this package
+# ignored           the key has no effect in this package
+# KEY               the key is called KEY in this package
 # added to KEY      the value is appended to the list KEY
 # as KEY            the value must equal that of KEY
 # only A or B       any other value is an error

@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from nemo_aligner import __version__
 from nemo_aligner.config.common import ABOUT, as_yaml
 
-# Settings: keys, types, defaults and help.
+# All settings of a verb with type, default and help text.
 
 _WIDTH = 78
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
@@ -36,7 +36,7 @@ class Key:
 
     Attributes:
         name: full key, such as ``model.optim.lr``.
-        default: the default as YAML.
+        default: the default value as YAML.
         type: type annotation of the field.
         kind: the type in words, for users.
         choices: all values as YAML, if there are only a few; else empty.
@@ -174,8 +174,7 @@ _CALLED_BY_PEERS = {
     "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
-# How the unit of our setting differs from that of another trainer's setting, by the name of the
-# other trainer's setting.
+# From the name of another trainer's setting to the words that say how our setting's unit differs.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
     "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",
@@ -238,10 +237,10 @@ def suggest_setting(key: str, candidates: Iterable[str]) -> str | None:
 
 
 def describe_unknown(key: str, near: str | None) -> str:
-    """Return the end of an error about the unknown ``key``.
+    """Return what an error appends to "unknown key KEY".
 
-    It suggests the setting ``near`` or, if that is None, says why there is no such setting. It is
-    empty if the reason is unknown.
+    This is a suggestion of the setting ``near``. If ``near`` is None, it is the reason why this
+    package has no such setting, or an empty text if no reason is known.
     """
     name = _last_name(key)
     if near is None:
@@ -253,7 +252,8 @@ def describe_unknown(key: str, near: str | None) -> str:
 def peer_unit(key: str, near: str) -> str:
     """Describe how our setting ``near`` differs in its unit from another trainer's ``key``.
 
-    The result is the end of a sentence; it is empty if the units are the same.
+    The result ends a sentence, such as ", which takes both betas". It is empty if the units are
+    the same.
     """
     name = _last_name(key)
     differs = name in _PEER_UNITS and PEER_NAMES.get(name) == near
@@ -278,7 +278,7 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
     keys_by_name: dict[str, list[str]] = {}
     for candidate in _keys_in_part(section, candidates):
         keys_by_name.setdefault(_last_name(candidate), []).append(candidate)
-    # A name with the same letters in another order also matches: difflib rates it too low.
+    # difflib rates swapped letters ("rnak") too low, so names with the same letters come first.
     swapped = [other for other in keys_by_name if sorted(other) == sorted(name)]
     near_names = swapped or difflib.get_close_matches(name, keys_by_name, cutoff=_NEAR)
     matches = [match for near_name in near_names for match in keys_by_name[near_name]]
@@ -356,7 +356,10 @@ def _list_requirements(extra: str) -> list[str]:
 
 
 def find_conflict() -> str | None:
-    """Return an error message if NVIDIA's NeMo-Aligner is installed, too; else None."""
+    """Return an error message if NVIDIA's NeMo-Aligner is installed, too; else None.
+
+    Both packages are imported as ``nemo_aligner``, so they overwrite each other's files.
+    """
     try:
         metadata = importlib.metadata.metadata(_NVIDIAS)
     except PackageNotFoundError:
@@ -391,8 +394,8 @@ def settings_names() -> list[str]:
 def find_settings(name: str | PathLike[str]) -> Path:
     """Return the path of a settings file: ``name`` is a path, or the name of packaged settings.
 
-    A file with this path has priority. If neither exists, ``name`` is returned as a path, and the
-    caller reports that there is no such file.
+    If a file with this path exists, it has priority over packaged settings. If there is neither,
+    ``name`` is returned as a path, and the caller reports that the file does not exist.
     """
     path = Path(name)
     if not path.is_file() and path.as_posix() in settings_names():

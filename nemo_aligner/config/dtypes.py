@@ -64,7 +64,7 @@ def format_of(dtype: torch.dtype | None) -> NumberFormat:
     for number_format in _FORMATS:
         if f"torch.{number_format.torch_name}" == str(dtype):
             return number_format
-    raise CheckpointError(f"got {dtype}, wanted fp32, bf16 or fp16")
+    raise CheckpointError(f"dtype: got {dtype}, wanted fp32, bf16 or fp16")
 
 
 def safetensors_dtypes() -> dict[str, torch.dtype]:

@@ -20,26 +20,42 @@ from nemo_aligner.utils.errors import SettingsError
 
 @dataclass
 class EvaluateDataConfig:
-    """The records to score; how samples become token ids is in the model's scoring contract."""
+    """The data file of ``evaluate``, and how its records are read.
+
+    There is no setting for template or length: the model's scoring contract decides how a record
+    becomes token ids.
+    """
 
     path: str | None = setting(None, "file of pairs or ratings")
     format: str = setting("auto", "format of the files: auto, or a name from docs/formats.md")
-    prompt_key: str | None = setting(None, "as model.data.prompt_key in training")
-    chosen_key: str | None = setting(None, "as model.data.chosen_key in training")
-    rejected_key: str | None = setting(None, "as model.data.rejected_key in training")
-    system_prompt_file: str | None = setting(None, "as model.data.system_prompt_file in training")
-    prompt_file: str | None = setting(None, "as model.data.prompt_file in training")
-    input_template: str | None = setting(None, "as model.data.input_template in training")
+    prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
+    chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
+    rejected_key: str | None = setting(
+        None, "name of the field with the rejected reply; null: rejected"
+    )
+    system_prompt_file: str | None = setting(
+        None, "file with a system prompt for conversations that have none"
+    )
+    prompt_file: str | None = setting(
+        None, "file with text to put around the last user turn; {} is the turn"
+    )
+    input_template: str | None = setting(
+        None, "score raw text: this string with the prompt as {}, then the reply"
+    )
     loss_mask_val: float = setting(-100.0, "number that marks a missing label, like null")
     neutral_label: float | None = setting(
-        DataConfig.neutral_label, "as model.data.neutral_label in training"
+        DataConfig.neutral_label,
+        "label of PRM800K's neutral steps, 0 (wrong) to 1 (right); null: drop",
     )
-    malformed: Malformed = setting(DataConfig.malformed, "as model.data.malformed in training")
+    malformed: Malformed = setting(
+        DataConfig.malformed, "records that cannot be read: stop with an error, or drop them"
+    )
     max_malformed: float = setting(
-        DataConfig.max_malformed, "as model.data.max_malformed in training"
+        DataConfig.max_malformed, "largest fraction of the file that may be dropped, 0 to 1"
     )
     contradicting: Contradicting = setting(
-        DataConfig.contradicting, "as model.data.contradicting in training"
+        DataConfig.contradicting,
+        "pairs in a file that prefer opposite replies: keep them, or drop them",
     )
 
     def __post_init__(self) -> None:
@@ -49,7 +65,10 @@ class EvaluateDataConfig:
 
 @dataclass
 class SourceConfig:
-    """Facts that the sources ``hf_model`` and ``server`` do not report about themselves."""
+    """Facts that a Hugging Face model or a server does not report, and access to the server.
+
+    They belong to the settings ``hf_model`` and ``server`` of ``evaluate``.
+    """
 
     attribute_weights: dict[str, float] = setting(
         {}, "weights of the rewards by name; {}: the source gives one reward"
@@ -127,7 +146,7 @@ class EvaluateConfig:
             )
 
     def source_key(self) -> tuple[str, str]:
-        """Return the setting that names the source of rewards, and its value.
+        """Return key and value of the one setting that says which model gives the rewards.
 
         Raises:
             SettingsError: none or several of ``rm_model_file``, ``hf_model``, ``server`` are set.

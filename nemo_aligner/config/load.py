@@ -78,7 +78,7 @@ def load_with_notes(
 def load_settings(
     schema: type[T], settings: Mapping[str, Any], file: str | PathLike[str] | None = None
 ) -> T:
-    """Load settings for the Python API.
+    """Load and check settings that the Python API gets as Python values.
 
     Args:
         settings: Python values by full keys, or in nested mappings; they override the values of
@@ -144,7 +144,7 @@ def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
 
 
 def _suggest_packaged(path: Path) -> str:
-    """Return the end of an error about a missing file: similar or else all packaged settings."""
+    """Return what an error about a missing file appends: a similar packaged name, or all names."""
     names = settings_names()
     near = suggestion(path.stem, names)
     if near is not None:
@@ -161,7 +161,7 @@ class _Merging:
 
     def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
-        # Items are ``(update, file, key)``: no key for a whole file, no file for a single setting.
+        # Items are ``(update, file, key)``: ``key`` is "" for a file, ``file`` is "" for key=value.
         self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
@@ -223,9 +223,9 @@ class _Merging:
         return self._translation.notes()
 
     def _clear_mappings(self, update: DictConfig, key: str) -> None:
-        """Clear the settings of type dict that the update sets as a whole.
+        """Empty the dict settings that an update sets as a whole, before it is merged.
 
-        So the update replaces earlier entries. Only ``key.name=value`` adds an entry.
+        So ``key={a: 1}`` replaces all earlier entries of the dict; ``key.a=1`` adds an entry.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         for name in self._mappings:
@@ -234,7 +234,7 @@ class _Merging:
 
     def _add_section(self, update: DictConfig, schema: Any, location: str, prefix: str) -> None:
         hints = get_type_hints(schema)
-        # References such as ${model.seed} may point to later updates, so they are not resolved yet.
+        # A reference such as ${model.seed} may point to a later update, so it is not resolved yet.
         for name, value in update.items_ex(resolve=False):
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
@@ -259,7 +259,7 @@ class _Merging:
         ):
             value = [value]
         if get_origin(kind) is dict and value is None:
-            return  # ``_clear_mappings`` has emptied the setting already
+            return  # null means an empty dict, and ``_clear_mappings`` has emptied it already
         if get_origin(kind) in (list, tuple) and _has_collections(value):
             self._add_problem(location, f"{key}: got {shown(value)}, wanted {self._kinds[key]}")
             return
@@ -269,7 +269,7 @@ class _Merging:
             self._add_problem(location, f"{key}: got {value!r}, wanted {self._kinds[key]}")
 
     def _add_unknown(self, key: str, value: Any, location: str) -> None:
-        """Record an unknown key or, if a key in this section has a hint, the section's keys."""
+        """Record an unknown key, or each key of an unknown section if one has a suggestion."""
         content: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
         keys = [f"{key}.{name}" for name in flatten(content)] if content else [key]
         hints = {
@@ -318,7 +318,7 @@ class _Merging:
         for item in fields(schema):
             kind = hints[item.name]
             try:
-                # Reading a value resolves references, which is possible after all updates.
+                # Reading a value resolves its references; now all updates are merged.
                 value = node[item.name]
             except OmegaConfBaseException as error:
                 self._add_problem("", f"{prefix}{item.name}: {first_line(error)}")
@@ -329,7 +329,7 @@ class _Merging:
                 value = OmegaConf.to_object(value)
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
-            # OmegaConf.to_object is not used, because it stops at the first invalid section.
+            # Not OmegaConf.to_object: it stops at the first invalid section.
             return schema(**values)
         except SettingsError as error:
             for problem in error.problems:
@@ -346,7 +346,7 @@ class _Merging:
                 problem = f"unknown keys{f' of {section}' * bool(section)}: {keys}"
             self._add_problem(location, problem)
         self._unknown.clear()
-        # Problems without a file come last, because problems in a file may have caused them.
+        # Problems in files come first, because they may have caused the other problems.
         ordered = sorted(self._problems.items(), key=lambda item: not item[0])
         return [
             f"{location}: {problem}" if location else problem
@@ -369,7 +369,7 @@ def _to_yaml_value(value: Any) -> Any:
 
 
 def _has_collections(value: Any) -> bool:
-    """Tell if a list contains lists or mappings, which OmegaConf would accept as any type."""
+    """Tell if a list contains lists or mappings; OmegaConf would not check the types of these."""
     return isinstance(value, ListConfig) and any(
         OmegaConf.is_config(item) and not item._is_none() for item in value._iter_ex(resolve=False)
     )
@@ -412,7 +412,7 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
     no effect because of ``model.lora.rank=0``.
 
     Args:
-        ranks: number of ranks that the verb runs on; None if no setting depends on it.
+        ranks: number of ranks that the verb runs on; None skips settings that depend on it.
     """
     defaults, idle = type(config)(), dict[str, str]()
     for causes, keys in _IDLE.get(type(config), ()):
@@ -431,7 +431,7 @@ def idle_notes(
     """Yield the line that a verb prints for each of ``idle_settings``.
 
     Args:
-        reported: keys that were reported before; they are skipped.
+        reported: keys whose lines were printed before; they are skipped.
     """
     for key, cause in idle_settings(config, ranks).items():
         if key not in reported:
@@ -466,8 +466,8 @@ def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
     """Read the text behind ``key=`` into nested sections.
 
     Raises:
-        ConfigError: the text has a ``#``; YAML would drop the rest as a comment.
-        yaml.YAMLError: the setting is not of type str, and the text is no YAML.
+        ConfigError: the text has a ``#`` outside quotes; YAML would drop the rest as a comment.
+        yaml.YAMLError: the setting is not of type str, and the text is invalid YAML.
     """
     update = OmegaConf.create({})
     OmegaConf.update(update, key, _parse_value(key, text, type_of))
@@ -488,7 +488,7 @@ def read_file(path: Path, type_of: TypeOfKey) -> DictConfig | ListConfig:
 
 
 def _make_loader(source: Any) -> Any:
-    """Make OmegaConf's YAML loader, so that numbers are read as by ``OmegaConf.load``."""
+    """Make OmegaConf's YAML loader, which reads 1e-3 as a number; PyYAML's reads it as a text."""
     return get_yaml_loader()(source)
 
 
@@ -499,7 +499,7 @@ def _construct(loader: Any, node: yaml.Node) -> Any:
 def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
     kind, stripped = type_of(key), text.strip()
     if text.isspace() and _is_string(kind):
-        return text  # for example a step separator of two newlines
+        return text  # whitespace is a valid text, such as a step separator of two newlines
     if stripped in _NULLS:
         return None
     is_list_item = _is_string_list(kind) and not stripped.startswith(("[", "{", "- "))
@@ -517,7 +517,7 @@ def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
 
 
 def _unquote(text: str) -> str | None:
-    """Return the content of a text that is quoted as a whole, else None."""
+    """Return the text between the quotes if all of ``text`` is in quotes, else None."""
     if text[0] not in "'\"":
         return None
     try:
@@ -529,7 +529,7 @@ def _unquote(text: str) -> str | None:
 
 
 def _blank_scalars(node: yaml.Node, text: str) -> str:
-    """Replace keys and values by spaces, so that a remaining ``#`` begins a comment."""
+    """Blank out all YAML keys and values in ``text``: a ``#`` that remains begins a comment."""
     for scalar in _walk_scalars(node):
         start, end = scalar.start_mark.index, scalar.end_mark.index
         text = text[:start] + " " * (end - start) + text[end:]
@@ -549,7 +549,7 @@ def _walk_scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 
 
 def _retag(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int = 0) -> yaml.Node:
-    """Tag the values of settings of type str as strings, even if they look like numbers."""
+    """Tag the values of settings of type str below ``key`` as YAML strings, even ``007``."""
     kind = type_of(key) if key else None
     if _is_string(kind):
         return _tag_as_string(node)

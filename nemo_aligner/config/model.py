@@ -55,9 +55,10 @@ class DataPrefixConfig:
 
 
 def _is_number(text: str) -> bool:
-    """Tell if an entry of a list of files is a number, because NeMo writes weights between files.
+    """Tell if an entry of a list of files is a number.
 
-    ``2024_10`` is the name of a file, although Python parses it as a number.
+    NeMo's lists have a weight before each file; ours must not. ``2024_10`` counts as the name of a
+    file, although Python parses it as a number.
     """
     if "_" in text:
         return False
@@ -190,13 +191,14 @@ class LoraConfig:
             checks.require(are_targets and are_unique, "targets", expected)
 
 
-# The parallel layout, for training and scoring.
+# The parallel layout; training and scoring have the same settings for it.
 
 
 class ContextExchange(Enum):
     """The way context parallel ranks exchange keys and values.
 
-    With ``p2p`` the ranks pass them around a ring.
+    With ``all_gather`` each rank gets all of them at once; with ``p2p`` the ranks pass them around
+    a ring.
     """
 
     all_gather = "all_gather"
@@ -229,17 +231,17 @@ class LayoutConfig:
         None, "rows of the fixed-shape matmuls; null: chosen by device"
     )
     cuda_graphs: bool = setting(
-        False, "launch the kernels of a pack as one CUDA graph; only on a single GPU"
+        False, "launch each micro-batch as one CUDA graph; only on a single GPU"
     )
     tensor_model_parallel_size: int = setting(
-        1, "tensor parallelism: number of ranks that share each layer"
+        1, "tensor parallelism: number of ranks that each layer is split over"
     )
     pipeline_model_parallel_size: int = setting(1, "pipeline parallelism: number of stages")
     context_parallel_size: int = setting(
-        1, "context parallelism: number of ranks that share each (long) sample"
+        1, "context parallelism: number of ranks that each sample is split over"
     )
     expert_model_parallel_size: int = setting(
-        1, "expert parallelism: data parallel ranks that share the MoE experts"
+        1, "expert parallelism: number of ranks that MoE experts are split over"
     )
     cp_comm_type: ContextExchange = setting(
         ContextExchange.all_gather,
@@ -285,7 +287,7 @@ class LayoutConfig:
 
     @property
     def invariant_rows(self) -> int | None:
-        """Rows per matmul for ``make_batch_invariant``; None if rewards may depend on the batch."""
+        """Rows per matmul for ``make_batch_invariant``; None if ``batch_invariant`` is false."""
         return (self.batch_invariant_rows or ROWS_BY_DEVICE) if self.batch_invariant else None
 
 
@@ -355,7 +357,10 @@ class SchedulerConfig:
             checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
-        """Return the step, of ``total_steps``, at which the learning rate reaches ``min_lr``.
+        """Return the optimizer step at which the learning rate reaches ``min_lr``.
+
+        Args:
+            total_steps: number of optimizer steps of the run.
 
         Raises:
             ConfigError: warm-up and constant steps leave no step for the decay.
@@ -414,9 +419,10 @@ class OptimConfig:
 
 
 class ScoredPosition(Enum):
-    """The positions where rewards are read; ``contract/steps.py`` explains all but two of them.
+    """The tokens of a sample at which rewards are read.
 
     ``last_token`` is the last token of the sample, ``reply_mean`` the mean over the reply's tokens.
+    The others give a reward for each turn or step; ``contract/steps.py`` explains them.
     """
 
     last_token = "last_token"
@@ -547,7 +553,10 @@ class ModelConfig(LayoutConfig):
 
     @property
     def num_attributes(self) -> int:
-        """A, the number of rewards of a sample."""
+        """Number of rewards per sample: the attributes of a regression model, 1 for pairs.
+
+        Shapes of tensors call it A.
+        """
         if self.reward_model_type is RewardModelType.regression:
             return len(self.regression.attributes)
         return 1

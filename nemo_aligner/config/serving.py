@@ -30,7 +30,7 @@ class FrontConfig:
     ``ServerConfig`` (reward server) and ``GatewayConfig`` extend this section.
     """
 
-    # Key of the section, for error messages.
+    # Key of this section of the settings; error messages begin with it.
     section: ClassVar[str] = "server"
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all network interfaces")
@@ -57,7 +57,7 @@ class FrontConfig:
         2**30, "bytes of all request bodies in memory; further requests get a 503"
     )
     max_queue_rows: int = setting(
-        8192, "samples in flight; more get a 503, or a 413 if in one request"
+        8192, "maximum samples in flight; more get a 503, or a 413 if in one request"
     )
     max_header_bytes: int = setting(
         64 * 2**10, "largest request line and headers in bytes; larger ones get a 431"
@@ -68,7 +68,7 @@ class FrontConfig:
         60.0, "seconds to receive a complete request; slower ones get a 408"
     )
     keep_alive_secs: int = setting(75, "seconds until an idle connection of a client is closed")
-    drift_rows: int = setting(1000, "number of latest rewards in the metrics of their distribution")
+    drift_rows: int = setting(1000, "number of latest rewards that the distribution metrics cover")
     exit_timeout_secs: int = setting(20, "seconds to finish requests in flight after SIGTERM")
     ready_file: str | None = setting(None, "file to write the URL to while the server is ready")
 
@@ -256,7 +256,7 @@ class ServerConfig(FrontConfig):
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_port: int | None = setting(
-        None, "port of NVIDIA Triton (extra triton); next: gRPC, metrics; null: off"
+        None, "HTTP port of Triton (extra triton); next: gRPC, metrics; null: off"
     )
     triton_host: str = setting("127.0.0.1", "address that Triton listens on")
     triton_log_file: str | None = setting(None, "file for Triton's log; null: a temporary file")
@@ -320,7 +320,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 )
 
 
-# The server of PPO's critic. Settings that NeMo-Aligner has, too, have the same keys here.
+# The server of PPO's critic. A setting that NeMo-Aligner's critic has, too, has the same key here.
 
 
 class WhileTraining(Enum):
@@ -441,7 +441,7 @@ class ServeCriticConfig:
     """All settings of ``nemo-aligner serve-critic``."""
 
     rm_model_file: str | None = setting(
-        None, "with combine: the reward model; null: pretrained_checkpoint.restore_from_path"
+        None, "with combine: the reward model; null: the one of pretrained_checkpoint"
     )
     expect_contract: str | None = setting(
         None, "reject a model whose scoring contract has another hash"
@@ -470,6 +470,6 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
         (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
-    # The seed has no effect if a checkpoint is loaded: it has all weights, also the head's.
+    # A loaded checkpoint has all weights, also the head's, so nothing is initialized at random.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

@@ -47,12 +47,12 @@ class PretrainedCheckpointConfig:
     allow_contract_change: bool = setting(
         False, "allow a change of a reward model's scoring contract"
     )
-    new_head: bool = setting(False, "use only the body of a reward model, with a new head")
+    new_head: bool = setting(False, "use only the backbone of a reward model, with a new head")
     load_rm_head_weights: str | None = setting(
         None, "reward model whose head initializes the new head, by attribute name"
     )
     rm_head_names: dict[str, str] = setting(
-        {}, "from our attribute names to those of that model, if they differ"
+        {}, "our attribute names -> those of load_rm_head_weights, if they differ"
     )
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class CheckpointCallbackConfig:
 
 @dataclass
 class EarlyStoppingConfig:
-    """End of training if the monitored metric no longer improves."""
+    """When to end training early: the monitored metric no longer improves."""
 
     patience: int | None = setting(
         None, "stop after this many validations without improvement; null: never"
@@ -191,7 +191,11 @@ class TrainConfig:
 
     @property
     def precision(self) -> Precision:
-        """``trainer.precision``, which is set after ``prepare_run`` (it may be null before)."""
+        """``trainer.precision``, after ``prepare_run`` has replaced null by a precision.
+
+        Raises:
+            RuntimeError: it is still null.
+        """
         if self.trainer.precision is None:
             raise RuntimeError("trainer.precision is still null; call prepare_run, which sets it")
         return self.trainer.precision

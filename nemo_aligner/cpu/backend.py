@@ -47,7 +47,10 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds megatron.core's modules, and loads them by ``_Loader``, which replaces CUDA."""
+    """Import hook that loads megatron.core's modules with ``_Loader`` if there is no GPU.
+
+    ``_Loader`` replaces the names of CUDA devices, and patches some functions after the import.
+    """
 
     @staticmethod
     def find_spec(
@@ -111,15 +114,15 @@ def _use_cpu_generator(random: Any) -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # megatron-core's RNG tracker warns when the CPU generator advances during a fork. Here that is
-    # intended.
+    # megatron-core's RNG tracker warns if a ``fork`` block changes the state of the CPU generator.
+    # Without a GPU that generator is the tracked one, so the change is intended.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def _disable_jit(jit: Any) -> None:
-    jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler, and seconds at each start
+    jit.disable_jit_fuser()  # torch.compile would need a C++ compiler, and seconds at each start
 
 
 def _adjust_linear_layers(layers: Any) -> None:
@@ -138,7 +141,7 @@ def _adjust_linear_layers(layers: Any) -> None:
 
 
 class _Works(list):
-    """Handles of several collectives in progress; ``wait`` waits for all of them."""
+    """Handles of several asynchronous collectives, on which megatron-core calls ``wait`` once."""
 
     def wait(self) -> None:
         for work in self:
@@ -158,14 +161,21 @@ class _InPlaceCollectives:
 
     @contextmanager
     def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
-        """Collect collectives started within the context; wait at its end unless ``async_ops``."""
+        """Collect the handles of all collectives that are started within the context.
+
+        At its end, wait for them, unless ``async_ops`` is True: then the caller waits.
+        """
         self._works = works = _Works()
         yield works
         if not async_ops:
             works.wait()
 
     def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
-        """Gather all ranks' shards into ``output``, where ``source`` is this rank's shard."""
+        """Gather all ranks' shards into ``output``, a buffer of which ``source`` is a part.
+
+        ``source`` is this rank's shard, so it is in its place already. Each rank broadcasts its
+        shard.
+        """
         import torch.distributed as dist
 
         if group.size() == 1:
@@ -176,7 +186,10 @@ class _InPlaceCollectives:
     def reduce_scatter(
         self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
     ) -> None:
-        """Sum ``source`` over the ranks in place, where ``output`` is this rank's shard of it."""
+        """Sum the buffer ``source`` over all ranks, in place.
+
+        ``output`` is the part of ``source`` that is this rank's shard, so it needs no copy.
+        """
         import torch.distributed as dist
 
         if group.size() > 1:

@@ -1,18 +1,18 @@
 """Blockwise attention for scoring on a CPU; a token's output is bit-identical in every batch.
 
 Queries are processed in blocks of 32 positions, which are counted from the start of the *sequence*,
-even if its first tokens are in a shared or cached prefix. A block's position alone decides which
-keys it sees in one call. Queries of a block that the pack lacks are padded. No kernel mixes the
-rows of a matmul, so a token's arithmetic depends only on its sequence.
+even if its first tokens are in a shared or cached prefix. Which keys a block sees in one kernel
+call depends only on the block's position. Positions of a block whose tokens are not in the pack are
+padded. No kernel mixes the rows of a matmul, so a token's arithmetic depends only on its sequence.
 
-Distant keys come first, in spans of 512 positions. All queries behind a span see all of its keys.
-So all sequences that have the span in their shared prefix compute their queries in one call, with
-one copy of its keys. The partial results of the spans and of the remaining keys are merged by their
-log-sum-exp, in order of position.
+A block attends first to distant keys, in spans of 512 positions. All queries after a span see all
+of its keys. So all sequences that share the span (in a shared prefix) compute their queries in one
+call, with one copy of its keys. The results for the spans and for the remaining keys are merged by
+their log-sum-exp, in order of position.
 
 The query heads of a group lie one after the other in a block, because they share keys. Blocks with
-the same number of keys share a call, in fp32: for narrower dtypes torch's kernel chooses between
-two matmuls by the size of the whole call.
+the same number of keys share a call. The dtype is fp32: in narrower dtypes, torch's kernel chooses
+between two matmuls by the size of the whole call, so results would depend on the batch.
 
 ``plan_blocks`` makes a pack's plan once, and ``attend_in_blocks`` computes a layer by it. Where
 ``kernels.c`` compiles, ``kernel_attention.py`` is faster and is used instead.
@@ -32,8 +32,9 @@ from torch import Tensor
 from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
 from nemo_aligner.utils.soft_cap import soft_capped_attention
 
-# torch uses one thread for up to this many elements (at::internal::GRAIN_SIZE). With more threads,
-# each thread computes its last elements, if they do not fill a vector, by a different exponential.
+# torch computes up to this many elements in one thread (at::internal::GRAIN_SIZE). With several
+# threads, the last elements of each thread that do not fill a vector get a slightly different exp,
+# so results would depend on the number of elements.
 _GRAIN = 2**15
 
 
@@ -46,6 +47,8 @@ def attend_in_blocks(
     soft_cap: float | None,
 ) -> Tensor:
     """Attend each token of a pack causally to its own sequence.
+
+    The pack has T tokens, and C tokens are cached; a head has c channels.
 
     Args:
         joined: ``[T, groups, repeats + 1, c]``, contiguous: for each group its query heads and then
@@ -96,7 +99,11 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 def _attend_part(
     query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend ``query [n, groups, rows, c]`` to a part; return the output and log-sum-exp."""
+    """Attend n blocks of queries ``[n, groups, rows, c]`` to the keys of ``part``.
+
+    Returns:
+        The output, and its log-sum-exp.
+    """
     keys, values = part.keys, part.values
     if soft_cap is None:
         output: tuple[Tensor, Tensor] = cpu_flash_attention(
@@ -109,24 +116,24 @@ def _attend_part(
     capped = torch.cat(
         [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
     )
-    # no log-sum-exp is needed: a soft-capped block has one part
+    # With a soft cap, a block sees all its keys in one call. Nothing is merged by log-sum-exp.
     return capped, capped.new_zeros(capped.shape[:-1])
 
 
 class _Outputs:
-    """Attention outputs ``out [rows, c]``, to which the results for further keys are merged."""
+    """Attention outputs ``out [rows, c]`` and their log-sum-exp, merged key range by key range."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
         self._lse = torch.empty(rows, dtype=dtype)
 
     def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Set the output rows ``targets [m]`` to ``rows [m, c]``, the result for the first keys."""
+        """Set the output rows ``targets [m]`` to ``rows [m, c]``, attention to the first keys."""
         self.out.index_copy_(0, targets, rows)
         self._lse.index_copy_(0, targets, lse)
 
     def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Merge ``rows [m, c]``, the result for the next keys, into the output rows ``targets``."""
+        """Merge ``rows [m, c]``, attention to the next keys, into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
 
@@ -146,8 +153,8 @@ class Part:
     """Keys and values ``[n, groups, k, c]`` that n blocks of queries see in one call.
 
     Attributes:
-        is_first: these keys are the first of their sequences.
-        is_last: these keys end with the block itself, so the causal mask applies.
+        is_first: no earlier call attends to other keys, so there is no result to merge with.
+        is_last: these keys end with the block's own positions, so the causal mask applies.
     """
 
     keys: Tensor
@@ -158,10 +165,13 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """Keys that many queries see in whole: int64 rows ``keys [SPAN]``, seen by ``blocks`` blocks.
+    """SPAN successive keys, and the number of query blocks after them, which see all these keys.
 
-    The queries may belong to several sequences, which have these keys in common. ``is_first`` tells
-    if the keys are the first of their sequences.
+    Attributes:
+        keys: ``[SPAN]`` int64 rows of the keys.
+        blocks: number of blocks. Their queries may belong to several sequences, which share these
+            keys.
+        is_first: the keys begin at position 0.
     """
 
     keys: Tensor
@@ -176,13 +186,16 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Run:
-    """Segments that start at the same block position, the longest first; their blocks share calls.
+    """n segments that start in the same block of their sequences, the longest first.
+
+    A block has BLOCK successive positions. Blocks of these segments at the same position share a
+    call.
 
     Attributes:
-        keys: ``[n, K]`` int64 rows of the n segments' keys after the spans, padded.
+        keys: ``[n, K]`` int64 rows of each segment's keys after the last span, padded.
         blocks: a tuple for each block position: how many segments reach the position (the first
             ones in ``keys``), the slice of ``keys`` that a block at the position sees, and whether
-            the block sees no other keys, which would be in spans.
+            these are all keys that the block sees (no span precedes them).
     """
 
     keys: Tensor
@@ -199,17 +212,20 @@ class _Run:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The order in which the queries of a pack are computed, for ``groups`` of ``repeats`` heads.
+    """The kernel calls that compute a pack, for ``groups`` of ``repeats`` query heads each.
+
+    The pack has T tokens and N blocks of queries; a block that sees several spans counts once for
+    each call.
 
     Attributes:
-        steps: the calls' keys: the spans in order of position, then the runs.
+        steps: the keys of the calls: first the spans in order of position, then the runs.
         queries: ``[N, groups * repeats * BLOCK]`` int64 row indices of ``joined``, viewed as ``[T *
             groups * (repeats + 1), c]``, block by block in the order of the steps.
         targets: the output row of each query, same size, but in the kernel's order of outputs, for
             a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
         complete: targets, flattened, of the blocks that see all their keys in one call.
-        ends: targets, flattened, of all other blocks, which see spans in earlier calls.
-        mask: ``[repeats * BLOCK, K]``, added to the scores if the keys end with the block itself.
+        ends: targets, flattened, of the last calls of all other blocks, which see spans before.
+        mask: ``[repeats * BLOCK, K]``, the causal mask, added to the scores in a block's last call.
     """
 
     steps: tuple[_Span | _Run, ...]
@@ -222,11 +238,12 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """The properties of a layer's scores that a plan depends on.
+    """The properties of a layer's attention scores on which a ``BlockPlan`` depends.
 
     Attributes:
         window: keys that a query sees, its own included; None is all before it.
-        is_capped: scores are soft-capped, which torch's kernel cannot do part by part.
+        is_capped: scores have a soft cap. ``soft_capped_attention`` returns no log-sum-exp, so a
+            block must see all keys in one call.
     """
 
     window: int | None
@@ -234,7 +251,7 @@ class ScoreShape:
 
     @property
     def takes_spans(self) -> bool:
-        """False with a window or a soft cap, for which a block sees all its keys in one call."""
+        """True if blocks attend to distant keys in spans; False with a window or a soft cap."""
         return self.window is None and not self.is_capped
 
 
@@ -245,7 +262,10 @@ def plan_blocks(
     scores: ScoreShape,
     dtype: torch.dtype,
 ) -> BlockPlan:
-    """Plan a pack so that cutting a sequence into other segments changes no arithmetic.
+    """Plan the kernel calls of a pack.
+
+    A token's calls depend only on its position in its sequence. So it gets bit-identical results
+    however the sequence is cut into segments, for example by a cached prefix.
 
     Args:
         segments: the pack's segments from ``list_segment_keys``.
@@ -281,7 +301,9 @@ def plan_blocks(
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """A segment of a pack, and the keys that its sequence has up to its end.
+    """A segment of a pack, and the keys of its sequence from the first token to the segment's end.
+
+    A segment is a shared prefix, or the rest of a sequence.
 
     Attributes:
         row: index of its first token in the pack.
@@ -300,11 +322,11 @@ class SegmentKeys:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the sequence up to the segment's end."""
+        """Number of blocks (of BLOCK positions) from the sequence's start to the segment's end."""
         return -(-self.end // BLOCK)
 
     def rows_of(self, block: int) -> np.ndarray:
-        """Return the pack rows ``[BLOCK]`` of a block's queries; -1 outside the segment."""
+        """Return the pack rows ``[BLOCK]`` of the positions of a block; -1 outside the segment."""
         positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
         is_own = (positions >= self.start) & (positions < self.end)
         return np.where(is_own, positions + self.row - self.start, -1)
@@ -317,7 +339,7 @@ class SegmentKeys:
 def list_segment_keys(
     query_bounds: Tensor, key_bounds: Tensor, key_index: Tensor | None
 ) -> list[SegmentKeys]:
-    """List a pack's segments, each with the rows of its sequence's keys.
+    """List a pack's G segments, each with the rows of its sequence's keys.
 
     Args:
         query_bounds: ``[G + 1]`` bounds of the segments' tokens in the pack.
@@ -334,7 +356,10 @@ def list_segment_keys(
 
 
 def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
+    """Yield for each span its number in the sequence, its key rows, and the rows of its queries.
+
+    Its queries are those of all positions after the span, in all sequences that share it.
+    """
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
         # A segment's last block may see only a part of the span that it is in, so that span is not
@@ -349,7 +374,10 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
 
 
 def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
-    """Group segments that start at the same block position, with ends within a factor of 2."""
+    """Group segments into runs: they start at the same block position, and differ little in length.
+
+    The number of blocks of the longest is less than twice that of the shortest, to limit padding.
+    """
     alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
     for segment in segments:
         alike[segment.first_block, segment.num_blocks.bit_length()].append(segment)
@@ -358,7 +386,11 @@ def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
 
 
 def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
-    """Plan the run of the segments ``members``; return it with the query rows of its blocks."""
+    """Plan the calls of the segments ``members`` of a run (``_Run``).
+
+    Returns:
+        The run, and for each of its blocks the rows ``[BLOCK]`` of the queries in the pack.
+    """
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
     rows, blocks = [], []
@@ -375,10 +407,11 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """Return the position of the first key, a multiple of BLOCK, in the block's last call.
+    """Return the position of the first key that a block of queries sees in its last kernel call.
 
-    The last call has the block's own keys and, without spans, all earlier keys that its window
-    reaches.
+    A block's last call has the keys of its own positions and those before it. If earlier calls
+    attend to distant keys in spans of SPAN positions, the last call begins after the last whole
+    span. Otherwise it begins where the window begins, rounded down to a multiple of BLOCK.
     """
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
@@ -397,7 +430,10 @@ def _causal_mask(keys: int, window: int | None) -> Tensor:
 
 
 def _stack_keys(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Stack keys to ``[n, length]``; pad with a sequence's last key, which the mask hides."""
+    """Stack the key rows of n segments to ``[n, length]``.
+
+    Shorter ones are padded by repeating their last row; the causal mask hides the copies.
+    """
     filled = [np.pad(row, (0, length - len(row)), mode="edge") for row in keys]
     return np.stack(filled)
 

@@ -14,12 +14,12 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 
 
 def add_attended(out: Tensor, lse: Tensor, added: Tensor, added_lse: Tensor) -> None:
-    """Merge the result of attending to further keys into ``out`` and ``lse``, in place.
+    """Merge attention to further keys (``added``) into attention to other keys, in place.
 
     Args:
-        out, added: ``[..., c]``.
-        lse, added_lse: ``[...]``, the log-sum-exp of the scores, which gives each result its
-            weight.
+        out, added: ``[..., c]``, the outputs of attention for the same queries.
+        lse, added_lse: ``[...]``, the log-sum-exps of their scores, which are the weights of the
+            two outputs.
     """
     total = torch.logaddexp(lse, added_lse)
     weight = torch.exp(added_lse - total).unsqueeze(-1)

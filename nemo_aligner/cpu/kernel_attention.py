@@ -1,7 +1,8 @@
-"""Attention for scoring on a CPU by ``kernels.c``: a sequence's keys in one pass.
+"""Attention for scoring on a CPU by ``kernels.c``, in one pass over a sequence's keys.
 
-Unlike ``block_attention.py``, which replaces it where there is no C compiler, it needs no spans, no
-padded blocks and no merging. A token's output is bit-identical in every batch, too.
+A token's output is bit-identical in every batch. Where there is no C compiler,
+``block_attention.py`` is used, which is slower: it pads queries to blocks, and merges the results
+for several ranges of keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.block_attention import SegmentKeys
 
-# Constants of kernels.c: rows computed together, the most channels, and the multiple of channels.
+# Constants of kernels.c: the most query rows of a work item, the most channels of a head, and the
+# number that must divide the channels.
 _ROWS, _MOST_CHANNELS, _CHANNELS = 96, 256, 4
 _NO_WINDOW = 2**30
 
@@ -30,12 +32,12 @@ def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
 
 @dataclass(frozen=True)
 class PooledTokens:
-    """A layer's pool of cached keys and values, and which of the pack's tokens to store there.
+    """A layer's prefix cache (a pool of keys and values), and the pack's tokens to store in it.
 
     Attributes:
         layer: ``[2, slots, groups, c]``, the keys and the values.
-        stored: ``[M]`` int64 index of the pack's tokens to store.
-        slots: ``[M]`` int64 slots to store them in.
+        stored: ``[M]`` int64 indices of the tokens to store, in the pack.
+        slots: ``[M]`` int64 slots of the pool for these tokens.
     """
 
     layer: Tensor
@@ -119,14 +121,16 @@ class _Source(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Work items for ``kernels.c``, each a few tokens of one segment, the most expensive first.
+    """Work items for ``kernels.c``, the most expensive first.
+
+    A work item is a few successive tokens of a sequence whose attention one thread computes.
 
     Attributes:
         items: ``[n, 4]`` int32. For each item: the row of its first token in the pack, its number
             of tokens, the position of the first token, and where its sequence's keys begin in
             ``rows``.
-        rows: ``[K]`` int32 rows of keys: a row of the pack, or ``-1 - slot`` for a slot of the
-            pool.
+        rows: ``[K]`` int32 places of the keys of all sequences: a row of the pack, or
+            ``-1 - slot`` for a slot of the prefix cache.
     """
 
     items: Tensor
@@ -136,7 +140,7 @@ class KernelPlan:
 def plan_items(
     segments: Sequence[SegmentKeys], num_tokens: int, cached_slots: Tensor | None, repeats: int
 ) -> KernelPlan:
-    """Plan a pack for layers with ``repeats`` query heads for each key head.
+    """Split a pack into work items, for layers with ``repeats`` query heads for each key head.
 
     Args:
         segments: the pack's segments from ``list_segment_keys``.
@@ -153,7 +157,7 @@ def plan_items(
         length = segment.end - segment.start
         size = -(
             -length // -(-length // max_tokens)
-        )  # as few items as possible, of about equal size
+        )  # tokens per item: as few items as possible, of about equal size
         for position in range(segment.start, segment.end, size):
             count = min(size, segment.end - position)
             items.append((segment.row + position - segment.start, count, position, begin))

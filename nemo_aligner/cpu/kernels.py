@@ -143,8 +143,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-# Set by ``decide_together``: True if kernels.c cannot be used on some rank, so that no rank uses
-# it.
+# True if kernels.c cannot be used on some rank, so that no rank uses it (``decide_together``).
 _is_off = False
 
 
@@ -184,7 +183,10 @@ def _library() -> Any:
 
 @cache
 def _warn(problem: str) -> None:
-    logger.warning("kernels.c cannot be used, so scoring is slower on this CPU: %s", problem)
+    logger.warning(
+        "the C kernels (nemo_aligner/cpu/kernels.c) cannot be used, so scoring is slower: %s",
+        problem,
+    )
 
 
 _SWITCHED_OFF = f"{SWITCH}=0"

@@ -29,9 +29,8 @@ MOST_ROWS = 512
 """The most rows of a matmul; more rows are cut into chunks."""
 BATCH_INVARIANT_ROWS = 256
 """Default rows of a batch invariant matmul; see ``invariant_linear_on_cpu``."""
-# Chunk sizes are multiples of _STEP, but up to _FINELY rows multiples of half of it. The two
-# constants below are the size and the step of chunks in matmuls that sum over rows, as weight
-# gradients do.
+# The number of rows of a chunk is a multiple of _STEP, or of _STEP / 2 up to _FINELY rows. Weight
+# gradients sum over rows: they use chunks of _SUMMED_CHUNK rows, padded to _SUMMED_STEP.
 _STEP, _FINELY = 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
@@ -102,11 +101,11 @@ def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
 def invariant_linear_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
-    """Compute a matmul on a CPU whose rows do not depend on how many rows it has.
+    """Compute a matmul on a CPU so that no row of the result depends on the number of rows.
 
-    Every row is bit-identical to a row of a matmul of the reference size: ``rows`` rows, or 64
-    where 64 is bit-identical to more sizes (``_reference_size``). Chunks have sizes for which a
-    trial found this to be true.
+    Every row is bit-identical to the same row in a matmul of the reference size (``rows`` rows or
+    64, see ``_reference_size``). The matmul is computed in chunks of sizes for which a trial has
+    shown this.
     """
     width = input.size(-1)
     num_rows = input.numel() // width
@@ -148,9 +147,10 @@ _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
 def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Return the smallest chunk size of at least ``size`` that gives bit-identical results.
+    """Return the smallest chunk size of at least ``size`` that is bit-identical to the reference.
 
-    The result is the reference size (``_reference_size``) if no smaller size does.
+    The reference is the size that ``_reference_size`` returns; it is the result if a trial finds no
+    smaller size.
     """
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
@@ -301,7 +301,10 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
 
 
 def _chunks(rows: Tensor, max_rows: int, step: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield chunks, padded with zero rows to a multiple of ``step``, with unpadded row counts."""
+    """Yield chunks of ``rows``, each with its number of rows before padding.
+
+    Chunks have at most ``max_rows`` rows, and are padded with zeros to a multiple of ``step``.
+    """
     for chunk in rows.split(max_rows):
         fill = -chunk.size(0) % step
         yield F.pad(chunk, (0, 0, 0, fill)) if fill else chunk, chunk.size(0)
@@ -352,7 +355,11 @@ class ChunkedLinear(Function):
 def _weight_gradient(
     main_grad: Tensor | None, input: Tensor, weight: Tensor, grad: Tensor
 ) -> Tensor | None:
-    """Return the weight's gradient; or add it to ``main_grad`` and return a dummy for hooks."""
+    """Return the weight's gradient, or add it to ``main_grad`` if that is not None.
+
+    In the second case, the result is None, or an uninitialised tensor if Megatron's gradient hook
+    needs one to run.
+    """
     if main_grad is None:
         gradient = torch.zeros_like(weight)
         add_weight_gradient(gradient, input, grad)
@@ -408,12 +415,13 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Limits fragmentation after ``keep_freed_memory``.
+    """Return malloc's free pages to the system when fragmentation grows the process too much.
 
-    Packs differ in size, so a freed block seldom fits the next request. When resident memory
-    exceeds that of the first ``steps`` steps by ``fraction``, all free pages are returned and
-    counting starts again. The next step then has to get new pages, so pages are returned at most
-    once in ``steps + 1`` steps. This has no effect where malloc is not glibc's.
+    This is needed after ``keep_freed_memory``, which makes malloc keep all freed memory. Packs
+    differ in size, so a freed block seldom fits the next request. When resident memory exceeds that
+    of the first ``steps`` steps by ``fraction``, all free pages are returned and counting starts
+    again. The next step then has to get new pages, so pages are returned at most once in
+    ``steps + 1`` steps. This has no effect where malloc is not glibc's.
     """
 
     def __init__(self, fraction: float = 0.125, steps: int = 10) -> None:

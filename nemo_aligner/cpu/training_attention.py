@@ -56,6 +56,8 @@ def attend_by_calls(
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
+    C tokens are cached, the pack has T tokens, and this rank computes n of them.
+
     Args:
         calls: the pack's calls from ``plan_calls``.
         scale: factor of the scores; None is ``c ** -0.5``.
@@ -70,14 +72,15 @@ def plan_calls(
 ) -> tuple[Block, ...]:
     """List the kernel calls of a pack.
 
-    First every part attends to itself, then to what precedes it in its segment. Then every run of
-    parts with a shared prefix attends to that prefix.
+    First every part of a segment attends to itself, then to the tokens that precede it in its
+    segment. Then successive parts with a shared prefix attend to that prefix together.
 
     Args:
         lengths: number of tokens of every segment: first the cached segments, then the pack's own.
         parts: the parts of segments whose queries this rank computes: for each the number of its
             segment, the index of its first token in the segment, and its number of tokens.
-        chains: for each part the numbers of its prefixes, from the start of the sequence.
+        chains: for each part the numbers of the segments that precede its segment in the sequence
+            (shared or cached prefixes), from the start of the sequence.
     """
     bounds = [0, *accumulate(lengths)]
     ends = [0, *accumulate(length for _, _, length in parts)]
@@ -139,7 +142,7 @@ class _PackedAttention(Function):
         grad = grads[0].contiguous()
         groups = key.size(1)
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        if len(key) > len(query):  # causal blocks initialise only the queries' own keys
+        if len(key) > len(query):  # causal blocks set only the gradients of this rank's n keys
             to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))

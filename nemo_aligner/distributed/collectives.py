@@ -1,4 +1,4 @@
-"""Collectives on Python objects and flags, this rank's device, and messages of the pipeline."""
+"""Collectives on Python objects and flags, this rank's device, messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -70,10 +70,9 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
 
 
 def max_over_model_ranks(count: int) -> int:
-    """Return the largest ``count`` of the ranks that compute the same copy of the model.
+    """Return the largest ``count`` that the tensor and pipeline parallel ranks of a replica pass.
 
-    These are the tensor and pipeline parallel ranks of one replica. All of them must call this
-    function.
+    All ranks of the replica (this rank's copy of the model) must call this function.
     """
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:

@@ -136,11 +136,11 @@ def _estimate_cost(chunks: tuple[int, ...]) -> int:
 
 
 def row_multiple(count: int, smallest: int) -> int:
-    """Return a number of rows to a multiple of which the ``count`` rows of a pack are padded.
+    """Return the multiple to which the ``count`` rows (tokens) of a pack are padded.
 
-    With padding, all matmuls of a pack consist of a few full chunks. The result is at most a
-    sixteenth of ``count``, so that padding costs little. But it is at least ``smallest``, the
-    smallest chunk size.
+    With padding, all matmuls of a pack consist of a few full chunks. The multiple is at most a
+    sixteenth of ``count``, so that padding costs little, but at least ``smallest``, the smallest
+    chunk size.
     """
     share = 1 << max(0, count // _PADDED_SHARE).bit_length() >> 1
     return smallest * max(1, share // smallest)
@@ -226,9 +226,9 @@ def _try_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...
 def group_identical_sizes(
     weight: Tensor, bias: Tensor | None, sizes: list[int]
 ) -> list[tuple[int, ...]]:
-    """Group those of the chunk ``sizes`` that give bit-identical results for a row.
+    """Group chunk sizes: a row's result is bit-identical in chunks of all sizes of a group.
 
-    All ``sizes`` are multiples of 64. A size is dropped if a row's result depends on the row's
+    All ``sizes`` are multiples of 64. A size is in no group if a row's result depends on the row's
     position in the chunk.
     """
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, _DRAWN)
@@ -237,7 +237,7 @@ def group_identical_sizes(
         chunk = drawn.repeat(size // _DRAWN, 1)
         out = chunk.new_empty(size, weight.size(0))
         _multiply(chunk, drawn_weight, drawn_bias, out)
-        # The same 16 rows repeat in the chunk, so their results must repeat, too.
+        # The chunk repeats the same 16 rows, so every repetition must have the same results.
         firsts.append(out[:_DRAWN].clone())
         are_alike.append((out.view(-1, _DRAWN, weight.size(0)) == firsts[-1]).all())
     remaining = [index for index, alike in enumerate(torch.stack(are_alike).tolist()) if alike]

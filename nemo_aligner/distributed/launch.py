@@ -60,8 +60,8 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
     At the end of the block, the process group and the parallel layout are destroyed. If CUDA is
     available, the backend is NCCL with one GPU per process; otherwise it is gloo on the CPU. A
-    single process uses ``one_rank.py`` instead. If several ranks fail in the block, only one raises
-    its error; see ``fail_once``.
+    single process uses the backend of ``one_rank.py`` instead. If several ranks fail in the block,
+    only one raises its error; see ``fail_once``.
 
     Raises:
         ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
@@ -139,8 +139,8 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
     index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
     if index >= count:
         raise ConfigError(
-            f"local rank {process.local_rank} has no GPU of its own: this node shows {count} GPUs. "
-            "Start at most one process per GPU"
+            f"local rank {process.local_rank} has no GPU of its own: this process sees {count} "
+            "GPUs. Start at most one process per GPU"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

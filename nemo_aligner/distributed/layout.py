@@ -102,8 +102,9 @@ def check_sizes(
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(
-            "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
-            "wanted 2 or more"
+            "model.sequence_parallel: got true, wanted false with "
+            "model.tensor_model_parallel_size=1. Set this size to 2 or more, or "
+            "model.sequence_parallel=false"
         )
     dp = world_size // least
     if dp * cp % ep != 0:

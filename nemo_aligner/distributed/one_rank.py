@@ -37,7 +37,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of one rank, with the methods that ``torch.distributed`` calls.
 
-    torch 2.12 or 2.13 renames the methods for single tensors, so both names are defined.
+    Newer versions of torch call some of them by new names (``all_gather_single`` instead of
+    ``_allgather_base``), so both names are defined.
     """
 
     def size(self) -> int:
@@ -78,7 +79,8 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _copy_all
     alltoall = _copy_all
 
-    # Collectives with a list of all ranks' tensors, which here has one element.
+    # Collectives whose inputs or outputs are lists with a tensor of each rank. Here each list has
+    # one tensor.
 
     def _to_lists(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *unused: Any

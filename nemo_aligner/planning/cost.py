@@ -41,8 +41,9 @@ class Packs:
         count: number of packs that the rank computes in a step.
         kept_keys: number of keys per token that attention keeps for the backward pass: 1, or more
             if a shared prefix is copied for each sequence that has it.
-        longest: number of tokens of the longest segment if attention's backward pass computes one
-            segment at a time, as on a CPU; None if one kernel computes the whole pack.
+        longest: number of tokens of the longest segment (a shared prefix, or the rest of a
+            sequence) if attention's backward pass computes one segment at a time, as on a CPU;
+            None if one kernel computes the whole pack.
     """
 
     tokens: int
@@ -177,10 +178,12 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def mixer_widths(shape: ModelShape) -> tuple[int, int]:
-    """Return the outputs of a layer's first projection, and the inputs of its second one.
+    """Return the output width of attention's QKV projection and the input width of its output one.
+
+    The result for linear attention are the widths of its two projections.
 
     Args:
-        shape: ``ModelShape.of_layer`` of a layer with attention or linear attention.
+        shape: the result of ``ModelShape.of_layer`` for the layer.
     """
     if shape.linear_attention is not None:
         return shape.linear_attention.projection_width, shape.linear_attention.value_width
@@ -205,7 +208,10 @@ def has_backward(plan: Plan, stage: int, layer: int) -> bool:
 
 
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
-    """Return True if a layer keeps only its input, and computes its forward pass again."""
+    """Return True if a layer is fully recomputed.
+
+    It then keeps only its input, and its backward pass begins with another forward pass.
+    """
     if plan.recompute is not Recompute.full:
         return False
     num_layers = shape.num_layers // plan.pp
@@ -235,14 +241,14 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 
 
 def _layer_size(shape: ModelShape, plan: Plan) -> int:
-    """Count a layer's parameters on a rank, without adapters."""
+    """Count a layer's parameters on one rank, without LoRA adapters."""
     split, replicated = shape.layer_parameters()
     experts = _experts_of_layer(shape)
     return (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
-    """Count the parameters of all experts of a layer; expert and tensor parallelism split them."""
+    """Count the parameters of all experts of a layer, before parallelism splits them over ranks."""
     if shape.experts is None:
         return 0
     return shape.experts.parameters(shape.hidden_size, 3)[0]
@@ -251,7 +257,8 @@ def _experts_of_layer(shape: ModelShape) -> int:
 def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
     """Count the trained expert parameters on one rank of a stage.
 
-    They are counted separately, because their optimizer state is split over fewer ranks.
+    ``optimizer_parameters`` needs them separately, because their optimizer state is split over
+    fewer ranks than that of other parameters.
     """
     layers = stage_layers(shape, plan, stage)
     if shape.lora is not None:
@@ -264,9 +271,9 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the trained parameters whose optimizer state one rank of a stage holds and updates.
 
     The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits the state of a
-    parameter over all ranks that have a copy of the parameter. A dense parameter has d * c copies.
-    An expert's parameter has d * c / e, because expert parallelism splits the experts over e of
-    these ranks.
+    parameter over all ranks that have a copy of the parameter. With d data and c context parallel
+    ranks, a dense parameter has d * c copies. An expert's parameter has d * c / e copies, because
+    expert parallelism splits the experts over e of these ranks.
     """
     trained = parameters(shape, plan, stage, trainable=True)
     experts = expert_parameters(shape, plan, stage)
@@ -274,9 +281,9 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def mlp_width(shape: ModelShape) -> int:
-    """Return the number of MLP channels that compute each token.
+    """Return the number of MLP channels (hidden units) that compute each token.
 
-    In a mixture-of-experts model, they are the channels of the experts that a token is sent to.
+    In a mixture-of-experts model, these are the channels of the experts that a token is sent to.
     """
     return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
 
@@ -314,12 +321,15 @@ def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
 
 
 def is_of_experts(shape: ModelShape, linear: str) -> bool:
-    """Return True if each expert has its own weight of this linear layer."""
+    """Return True if ``linear`` is a layer of the MLP in a mixture-of-experts model.
+
+    Each expert then has a weight of its own for this linear layer.
+    """
     return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
 
 
 def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
-    """Count a layer's LoRA parameters on one rank; with ``of_experts`` only those of the experts.
+    """Count a layer's LoRA parameters on one rank; with ``of_experts`` only adapters of experts.
 
     Tensor parallelism splits either the inputs or the outputs of a linear layer. If it splits the
     inputs, LoRA's matrix A is split, otherwise B. In an expert, both matrices are split.
@@ -371,10 +381,11 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
 
 
 def _linear_attention_flops(linear: LinearAttentionShape) -> float:
-    """FLOPs of a token in the chunks of the gated delta rule (``models/gated_delta.py``).
+    """Count the FLOPs per token of the gated delta rule in chunks (``models/gated_delta.py``).
 
-    They are two products of each key head in the chunk, half a square for the triangular system,
-    the values that a token reads in the chunk, and three products with the state.
+    - for each key head: the products of a token's query and key with all keys of its chunk
+    - for each value head: the solution of a triangular system (half a square matrix), the weighted
+      sum of the chunk's values, and three products with the recurrent state
     """
     k, v = linear.key_head_dim, linear.value_head_dim
     in_chunk = 4.0 * CHUNK_TOKENS * linear.num_key_heads * k
@@ -402,13 +413,15 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     """Count the FLOPs of a stage for one pack, summed over the ranks that share the pack.
 
     A multiplication and an addition count as two operations. A linear layer takes
-    ``2 * inputs * outputs`` per token, and attention ``4 * q`` per pair of query and key. Narayanan
-    et al. 2021 (appendix) count all keys; here only those count to which a causal query attends.
+    ``2 * inputs * outputs`` per token, and attention ``4 * q`` per pair of query and key, where q
+    is the width of all query heads. Narayanan et al. 2021 (appendix) count all keys; here only the
+    keys count to which a query attends under the causal mask.
 
     The backward pass takes twice as many FLOPs as the forward pass, or none if ``has_backward`` is
-    False. A frozen weight gets no gradient, so its linear layer takes only as many. LoRA adds
-    ``2 * rank * (inputs + outputs)`` per token to the forward pass. Full recomputation repeats the
-    forward pass; selective recomputation repeats attention only.
+    False. The backward pass of a linear layer with a frozen weight takes as many FLOPs as its
+    forward pass, because the weight gets no gradient. LoRA adds ``2 * rank * (inputs + outputs)``
+    per token to the forward pass. Full recomputation repeats the forward pass; selective
+    recomputation repeats attention only.
 
     The formula ignores norms, biases, RoPE and softmax. A layer with an attention window counts as
     if it had none.
@@ -459,6 +472,8 @@ def step_flops(shape: ModelShape, plan: Plan) -> float:
 def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     """Count the bytes that one rank of a stage sends in a step, if collectives use rings.
 
+    Tensor, context, expert and data parallelism have the sizes t, c, e and d.
+
     - Tensor parallelism (Narayanan et al. 2021, section 3.2) all-reduces the hidden states after
       attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
       all-reduce sends ``2 * (t - 1) / t`` of the tensor.
@@ -467,7 +482,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
       gradients of their weights.
     - Context parallelism all-gathers a layer's keys and values in the forward and in the backward
       pass, and reduce-scatters their gradients. Each collective sends ``(c - 1) / c`` of the
-      tensor. In a ring (``Plan.ring``), gradients also take the last hop, back to their own rank.
+      tensor. In a ring (``Plan.ring``), gradients make one more hop, back to the rank of the keys.
     - Expert parallelism sends a token's hidden state to each of its experts, and the result back.
       ``(e - 1) / e`` of the experts are on other ranks. The gradients go the same way.
     - A pipeline sends hidden states forward and their gradients back.
@@ -482,7 +497,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
-    # The first stage reduces the output of the embedding, whose rows are split over t ranks.
+    # The first stage also reduces the embedding's output: tensor parallelism splits its rows.
     reductions = 1.0 if stage == 0 else 0.0
     for layer in stage_layers(shape, plan, stage):
         # In the last layer, the MLP computes only the tokens that the head reads: too few to count.

@@ -3,8 +3,8 @@
 The formulas describe the modules in ``nemo_aligner/models`` and the data parallel wrapper, the
 distributed optimizer and the 1F1B schedule of megatron-core 0.16. The approach is that of
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
-``cost.py`` explains the letters. ``tests/planning/test_cost.py`` compares the formulas with real
-steps.
+``cost.py`` explains the letters h, f, q, kv and t. ``tests/planning/test_cost.py`` compares the
+formulas with real steps.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
     The head's weights are in fp32, all others in the precision of training. Megatron's wrapper
     keeps gradients in fp32. The distributed optimizer shards Adam's two fp32 moments and the fp32
-    copies of 16-bit weights (``optimizer_parameters``). With ``cpu_offload``, moments are copied to
-    the GPU only for the optimizer's step, when no activations exist, so they do not count there.
+    copies of 16-bit weights (``optimizer_parameters``). With ``cpu_offload``, the moments count as
+    ``host``: they are on the GPU only during the optimizer's step, when no activations exist.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
@@ -92,9 +92,9 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
 
 def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
-    """Estimate the memory of a rank in the stage that needs the most.
+    """Estimate the memory of a rank in the pipeline stage that needs the most GPU memory.
 
-    ``host`` is the maximum over all stages, which may be that of another stage.
+    ``host`` in the result is the largest ``host`` of all stages, even if another stage needs it.
     """
     stages = [memory(shape, plan, stage) for stage in range(plan.pp)]
     fullest = max(stages, key=lambda stage: stage.total)
@@ -144,7 +144,7 @@ def is_offloaded(shape: ModelShape, plan: Plan, layer: int) -> bool:
 
 
 def _trained_layers(shape: ModelShape, plan: Plan, stage: int) -> list[int]:
-    """Return the layers of a stage that have a backward pass."""
+    """Return the numbers of the layers of a stage that have a backward pass (``has_backward``)."""
     layers = stage_layers(shape, plan, stage)
     return [layer for layer in layers if has_backward(plan, stage, layer)]
 
@@ -159,36 +159,30 @@ def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the bytes per token that a layer keeps if it is not fully recomputed.
 
-    Equations 1 to 4 of Korthikanti et al. 2022 count the same for GPT. A layer keeps these elements
-    per token, in the precision of training:
+    The approach is that of Korthikanti et al. 2022, equations 1 to 4. With the widths h of a hidden
+    state, f of the MLP, q of all query heads and kv of all key heads, a layer keeps per token:
 
-    - 2 h: input and output of each norm (h without a norm); sequence parallelism splits them over t
-    - q + 2 kv and q: queries, keys and values after RoPE, and attention's output
-    - 2 f and f: both projections of a gated MLP and their product (f and f without a gate)
-    - with norms of queries and keys: the queries q, and the projection q + 2 kv before it is split;
-      fused kernels keep contiguous copies of queries and keys, q + kv, instead
+    - input and output of each norm: h each, which sequence parallelism splits over its ranks
+    - queries, keys and values after RoPE: q + 2 kv; attention's output: q
+    - both projections of a gated MLP: 2 f; their product: f (f and f without a gate)
+    - with norms of queries and keys: their inputs (queries: q, the unsplit QKV projection:
+      q + 2 kv), or with fused kernels contiguous copies of queries and keys (q + kv)
     - with norms on the outputs of attention and MLP: the inputs of these norms, h each
-    - with output gates of attention: the gates' projection, their sigmoids and the gated output,
-      q each
-    - with linear attention instead of attention: its first projection, and the input of its second
-      one; the rest is recomputed
-    - with LoRA: the input of each linear layer that has an adapter, and the r outputs of A
+    - with attention output gates: their projection, their sigmoids, and the gated output, q each
+    - with linear attention: only its projection, and the input of its output projection
+    - with LoRA: the input of each linear layer that has an adapter, and the output of matrix A
+    - in fp32: one statistic of each norm, and the log-sum-exp of every attention head
 
-    In fp32 it keeps one statistic of each norm and the log-sum-exp of every head. After attention,
-    the model's last layer computes only the tokens that the head reads: too few to count. A frozen
-    layer with a backward pass does not keep the inputs of its linear layers. Keys and values of a
-    shared prefix are kept as often as the kernel receives them.
+    Frozen layers do not keep the inputs of linear layers. Keys and values of a shared prefix are
+    kept once for each time that attention's kernel receives them. With ``equal_heads`` they are
+    kept for every query head (2 q), and the output is kept twice. Selective recomputation keeps
+    ``_projection_width`` instead of the tensors after RoPE and the log-sum-exp, and attention's
+    output only if the next linear layer needs it.
 
-    Selective recomputation drops the copies after RoPE, the log-sum-exp, and attention's output if
-    the next linear layer does not need it. ``_projection_width`` counts what it keeps instead.
-
-    If no kernel computes a whole pack with grouped heads (``equal_heads``), keys and values are
-    kept for every head (2 q), and the output is kept twice.
-
-    The formula ignores the second statistic of a LayerNorm. If no kernel supports a window or a
-    soft cap, it also ignores another copy of the output, the masks (one element per query and key
-    of a sequence, shared by all layers), and the scores of a block of queries (``transient``, at
-    most 256 MiB in fp32).
+    Not counted: the MLP of the model's last layer, which computes only the few tokens that the head
+    reads; the second statistic of a LayerNorm; and, if no kernel supports a window or a soft cap,
+    masks (shared by all layers), the scores of a block of queries (at most 256 MiB), and another
+    copy of attention's output.
     """
     shape = shape.of_layer(layer + 1)
     h, f, _, _ = widths(shape)
@@ -212,13 +206,14 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
 
 
 def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, float]:
-    """Count what ``_unrecomputed_layer_bytes`` says of attention, or linear attention.
+    """Count the elements per token that attention or linear attention keeps for the backward pass.
 
     Args:
-        shape: ``of_layer`` of the layer.
+        shape: the result of ``ModelShape.of_layer`` for the layer.
 
     Returns:
-        Numbers per token in fp32, and in the precision of training.
+        The number of elements in fp32, and the number of elements in the precision of training;
+        tensor parallelism splits both.
     """
     _, _, q, kv = widths(shape)
     is_last = layer == shape.num_layers - 1
@@ -259,7 +254,7 @@ def _projection_width(shape: ModelShape, plan: Plan) -> float:
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
-    """Count the MLP channels per token that the experts of the busiest rank compute."""
+    """Count the MLP channels that the busiest expert parallel rank computes, per token."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
     return mlp_width(shape) + excess
@@ -268,8 +263,8 @@ def _rank_width(shape: ModelShape, plan: Plan) -> float:
 def _reads_norm(shape: ModelShape) -> bool:
     """Return True if a matmul of the MLP keeps the output of the norm as its input.
 
-    A mixture-of-experts layer without a shared expert does not: its experts keep copies of the rows
-    that are sent to them.
+    This is False for a mixture-of-experts layer without a shared expert: its experts keep copies of
+    the tokens that are sent to them.
     """
     return shape.experts is None or shape.experts.shared_width is not None
 
@@ -308,9 +303,10 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _key_width(shape: ModelShape, plan: Plan) -> float:
     """Count the elements per token that attention keeps of keys and values.
 
-    If keys and values are copied for each head (``equal_heads``), attention computes one segment at
-    a time and also keeps its output a second time. With context parallelism, a rank keeps only its
-    own keys and values, and gathers those of other ranks again in the backward pass.
+    If keys and values are copied for each query head (``equal_heads``), attention computes one
+    sequence or shared prefix at a time, and its output is kept a second time, which counts here.
+    With context parallelism, a rank keeps only its own keys and values, and gathers those of other
+    ranks again in the backward pass.
     """
     _, _, q, kv = widths(shape)
     if plan.cp > 1 and not plan.equal_heads:
@@ -336,8 +332,8 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     kept_bytes = pack_activations(shape, plan, stage)
     moments, freed = [0.0], 0.0
     if len(trained) < len(stage_layers(shape, plan, stage)):
-        # In a frozen layer, no activations of this pack are kept yet. Three tensors of the MLP's
-        # width and five hidden states exist at the same time.
+        # During the forward pass of a frozen layer, three tensors of the MLP's width and five
+        # hidden states exist at the same time. No activations of this pack are kept yet.
         states = 5 * _state(shape, plan)
         moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept_bytes)
     for layer in reversed(trained):
@@ -361,13 +357,14 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Count the bytes that the backward pass of a layer's linear attention needs.
+    """Count the bytes that the backward pass of linear attention needs besides kept activations.
 
-    They come in addition to the kept activations, and are fp32, because the gated delta rule is
-    recomputed for the whole pack. For each token they are: the projections, before and after the
-    convolution; one row of each of a chunk's ``[64, 64]`` matrices, of which a value head has four
-    and a key head two; keys and values in several forms; and a token's share of two states per
-    chunk.
+    The gated delta rule is recomputed in fp32 for the whole pack. It has these tensors:
+
+    - the projection, before and after the convolution
+    - ``[64, 64]`` matrices of each chunk of tokens: four for a value head, two for a key head
+    - keys and values in several forms
+    - two states of each chunk
     """
     linear = shape.of_layer(layer + 1).linear_attention
     if linear is None:
@@ -383,14 +380,15 @@ def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the bytes that the backward pass of a layer's MLP needs besides kept activations.
 
-    It is the maximum over the backward passes of the MLP's three parts, per token:
+    The result is the maximum over the backward passes of the MLP's three parts. With an MLP of
+    width f they need, in elements per token:
 
-    - the second projection
-    - the gate, which frees f and allocates 4 f (3 f in a fused kernel)
-    - the first projection: 3 f are freed, and 2 f and the gradients of input and weight exist
+    - the second projection: the gradients of its input and of its weight, and a hidden state
+    - the gate: 4 f (3 f in a fused kernel), when f of the kept activations are freed
+    - the first projection: 2 f and the gradients of its input and weight, when 3 f are freed
 
-    A frozen layer has kept one f less, and computes no gradients of weights. Without a gate, the
-    first projection has one f less.
+    A frozen layer has not kept the input of the second projection, so f less are freed, and it
+    computes no gradients of weights. Without a gate, the first projection needs f instead of 2 f.
     """
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
@@ -410,7 +408,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         scratch = not (plan.fused_kernels and shape.activation == "swiglu")
         needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
-        # Recomputation allocates all activations that the layer did not keep, and its output.
+        # Recomputation allocates the activations that the layer did not keep, and its output.
         tokens_bytes = _unrecomputed_layer_bytes(shape, plan, layer)
         return needed * size + tokens * (tokens_bytes + state)
     return needed * size + tokens * state
@@ -439,7 +437,7 @@ def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _weight_gradient(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Count the elements of the gradient of the weight of an MLP's second projection.
+    """Count the elements of the weight gradient of an MLP's second projection (linear_fc2).
 
     It exists until it is added to Megatron's gradient buffer. In a mixture-of-experts model, only
     the grouped kernel in bf16 allocates it; otherwise the result is 0.

@@ -31,7 +31,7 @@ class Candidate:
     """A parallel layout that the planner has evaluated.
 
     Attributes:
-        plan: the layout, with its recomputation.
+        plan: the layout, and the activations that it recomputes.
         memory: memory of the rank that needs the most.
         time: estimated time of a step.
     """
@@ -43,14 +43,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Searches the layouts of one model, batch and kind of GPU.
+    """Search for the best parallel layouts for one model, batch size and kind of GPU.
 
     Attributes:
         usable: bytes of a GPU's memory that a step may use.
         batch: number of pairs in a step. Each pair has two sequences of ``length`` tokens that
             share no prefix.
         budget: most tokens of a pack (``model.micro_batch_tokens``).
-        recompute: the recomputation of all layouts; None chooses it for each layout.
+        recompute: the activations that every layout recomputes; None: each layout recomputes as
+            few layers as are necessary to fit into memory.
     """
 
     shape: ModelShape
@@ -78,17 +79,18 @@ class Planner:
         return sorted(fitting, key=lambda layout: (layout.time.total, layout.memory.total))
 
     def least_gpus(self) -> Plan | None:
-        """Find a layout that fits on the fewest GPUs, with as much recomputation as is allowed.
+        """Find the layout that fits on the fewest GPUs, with the most recomputation allowed.
 
-        The result is None if no layout fits on any number of GPUs.
+        ``recompute`` says what is allowed: if it is None, all layers are recomputed. The result is
+        None if no layout fits on any number of GPUs.
         """
         smallest: Plan | None = None
         for tp, cp, pp in self._sizes():
             largest_dp = self.batch
             if smallest is not None:
                 largest_dp = min(largest_dp, (smallest.num_ranks - 1) // (tp * cp * pp))
-            # A larger dp shards the optimizer's state more. So if the largest dp does not fit, no
-            # smaller one does.
+            # More data parallel ranks (dp) hold smaller shards of the optimizer's state. So if the
+            # layout does not fit with the largest dp, it fits with no smaller dp.
             if self._most_recomputed(tp, cp, pp, largest_dp) is not None:
                 plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, largest_dp + 1))
                 smallest = next(plan for plan in plans if plan is not None)
@@ -99,7 +101,7 @@ class Planner:
         return self.batch * 2 * self.length / candidate.time.total
 
     def _candidate(self, plan: Plan) -> Candidate:
-        """Choose how much a layout recomputes, and evaluate it.
+        """Choose how many layers a layout recomputes, and estimate its memory and time.
 
         It recomputes as few layers as fit into memory. With offloaded activations, it recomputes
         all layers or none, whichever fits and is faster.
@@ -137,12 +139,12 @@ class Planner:
         return fullest_stage(self.shape, plan).total <= self.usable
 
     def _most_recomputed(self, tp: int, cp: int, pp: int, dp: int) -> Plan | None:
-        """Find a plan with these sizes that fits with as much recomputation as is allowed."""
+        """Find a plan with these sizes that fits with the most recomputation allowed, or None."""
         plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, cp, pp, dp))
         return next((plan for plan in plans if self._fits(plan)), None)
 
     def _sizes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield all sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
+        """Yield the sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
         layers = self.shape.num_layers
         contexts = [1]
         can_split = self.shape.linear_attention is None
@@ -159,8 +161,9 @@ class Planner:
     def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
         """Yield all plans with these sizes.
 
-        They differ in the size of expert parallelism, and in whether they use sequence parallelism
-        and a ring. There are none if the sizes cannot split the model or the batch.
+        The plans differ in the size of expert parallelism, in sequence parallelism (on or off), and
+        in how context parallel ranks exchange keys (all-gather or ring). If the sizes cannot split
+        the model or the batch, nothing is yielded.
         """
         try:
             self.shape.check_fits(tp, pp)
@@ -196,9 +199,9 @@ class Planner:
         return [ep for ep in range(1, largest + 1) if largest % ep == 0]
 
     def _can_ring(self) -> bool:
-        """Predict whether attention can use a ring on Ampere or newer GPUs.
+        """Predict whether context parallel ranks can exchange keys in a ring, on Ampere or newer.
 
-        In training, ``why_gathered`` in ``models/attention`` decides this.
+        In training, ``why_gathered`` in ``models/attention`` decides this on the real GPU.
         """
         return self.precision is not Precision.fp32 and self.shape.attn_logit_softcapping is None
 
@@ -206,7 +209,8 @@ class Planner:
         """Predict whether attention copies keys and values for every head on Ampere or newer GPUs.
 
         In training, ``copies_keys`` in ``models/attention`` decides this. FlashAttention supports
-        grouped heads but not fp32. Attention with a soft cap is another implementation.
+        grouped heads, but not fp32. Attention with a soft cap is computed without FlashAttention,
+        and needs no copies.
         """
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
@@ -222,13 +226,13 @@ class PlanRequest:
 
     Attributes:
         gpu_memory: memory of a GPU, in GiB.
-        reserve: GiB of it that stay free for CUDA, NCCL and fragmentation.
+        reserve: GiB of ``gpu_memory`` that stay free for CUDA, NCCL and fragmentation.
         global_batch_tokens: size of a batch in tokens; overrides ``global_batch_size``.
         tflops: peak TFLOP/s of a GPU.
         memory_bandwidth, intra_node, inter_node, host: GB/s per GPU of its own memory, to other
             GPUs in the node, to other nodes, and to host memory.
-        mfu: share of the peak that computation reaches as a whole; None uses the measured share of
-            each kind of work (``planning/step_time.py``).
+        mfu: fraction of ``tflops`` that a step's computation reaches; None uses measured fractions
+            for matmuls, attention and other kernels (``planning/step_time.py``).
     """
 
     gpu_memory: float = 80
@@ -350,7 +354,7 @@ def preset(params: str) -> tuple[ModelShape, str]:
     return ModelShape.from_config(config), name
 
 
-# Rendering the assumptions, the layouts that fit, and the reason if none fits.
+# The output of ``nemo-aligner plan``: assumptions, and the layouts that fit or why none fits.
 
 
 def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
@@ -411,7 +415,10 @@ def render_best(planner: Planner, numbers: Sequence[int]) -> str:
 def _with_offload_if_needed(
     planner: Planner, gpus: int, fitting: list[Candidate]
 ) -> tuple[Planner, list[Candidate]]:
-    """Search again with offloaded activations if ``fitting``, the layouts without, is empty.
+    """If no layout fits without offloaded activations, search for layouts with them.
+
+    Args:
+        fitting: the layouts that fit without offloaded activations.
 
     Returns:
         The planner that found the layouts, and the layouts that fit.
@@ -444,7 +451,7 @@ def settings_of(plan: Plan) -> list[str]:
 
 
 def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
-    """Return the cells of a layout's row in the table, by column name."""
+    """Return the cells of a layout's row in the printed table, by column name."""
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     return {
@@ -475,9 +482,9 @@ def _describe_recompute(plan: Plan) -> str:
 def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
     """Explain that no layout fits, and name the smallest number of GPUs that is enough.
 
-    Offloaded activations have been tried already, by ``_with_offload_if_needed``. Moments in host
-    memory (``cpu_offload``) are not tried unless the user asks for them. So the message suggests
-    them if fewer GPUs are then enough.
+    ``_with_offload_if_needed`` has tried offloaded activations already. Adam's moments in host
+    memory (``cpu_offload``) are tried only if the user asks for that, so the message suggests
+    ``cpu_offload`` if fewer GPUs are then enough.
     """
     if not candidates:
         return (
@@ -508,9 +515,9 @@ def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Can
 
 
 def _least_fitting(planner: Planner) -> Plan | None:
-    """Find a layout that fits on the fewest GPUs.
+    """Find the layout that fits on the fewest GPUs; None if none fits on any number of GPUs.
 
-    It offloads activations only if fewer GPUs are then enough.
+    The layout offloads activations only if fewer GPUs are then enough.
     """
     plans = (planner.least_gpus(), replace(planner, activations_offload=True).least_gpus())
     fitting = [plan for plan in plans if plan is not None]
@@ -525,7 +532,7 @@ def _describe_gpus(plan: Plan) -> str:
 
 
 def _offload_settings(plan: Plan) -> list[str]:
-    """List the settings of a plan that move activations or moments to host memory."""
+    """List the settings of a plan that move activations or Adam's moments to host memory."""
     return [setting for setting in settings_of(plan) if "offload" in setting]
 
 

@@ -125,7 +125,9 @@ def test_what_the_gateway_adds_is_compared_turn_by_turn_and_every_reward_is_the_
     assert row["requests/s, 4 clients"] == 1.0
     gateway._check_rewards([*loads(1), *loads(1)], 0.0)
     other = load(1.0, [200], [1.0], [[1.0 + 1e-6]], [])
-    with pytest.raises(module("common").WorkerFailed, match="a reward differs by"):
+    with pytest.raises(
+        module("common").WorkerFailed, match="a reward through the gateway differs by"
+    ):
         gateway._check_rewards([*loads(1), other], 0.0)
     with pytest.raises(module("common").WorkerFailed, match="1 requests have no reward"):
         gateway._check_rewards([*loads(1), load(1.0, [503], [1.0], [None], ["busy"])], 0.0)

@@ -152,7 +152,8 @@ def test_inspect_takes_the_rules_of_a_reward_model(tmp_path: Path, run: Run) -> 
     assert done.stdout.startswith("scoring contract: ")
     assert "-- labels 3 1: " in done.stdout
     failed = run(VERB, tmp_path / "rated.jsonl", f"--tokenizer={model}", "--reads=turns", code=1)
-    assert f"the contract of {model} reads last_token with the separator None" in failed.stderr
+    expected = f"the scoring contract of {model} has reads=last_token and step_separator=None"
+    assert expected in failed.stderr
 
 
 def test_inspect_shows_steps_with_their_labels_and_tokens(

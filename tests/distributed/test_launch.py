@@ -72,9 +72,11 @@ def test_gpu_of_a_local_rank_is_its_own_or_the_only_one_that_slurm_shows(
     assert select(monkeypatch, 2, gpus=4, torchrun=True) == "cuda:2"
     assert select(monkeypatch, 2, gpus=4, torchrun=False) == "cuda:2"
     assert select(monkeypatch, 2, gpus=1, torchrun=False) == "cuda:0"
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own: this node shows 1"):
+    with pytest.raises(
+        ConfigError, match="local rank 2 has no GPU of its own: this process sees 1"
+    ):
         select(monkeypatch, 2, gpus=1, torchrun=True)
-    with pytest.raises(ConfigError, match="this node shows 2"):
+    with pytest.raises(ConfigError, match="this process sees 2"):
         select(monkeypatch, 2, gpus=2, torchrun=False)
 
 
