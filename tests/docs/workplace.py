@@ -20,6 +20,7 @@ HEADS = 8  # and as many query groups, for as many ranks
 PAIRS = 16
 RUN = ("model.global_batch_size=8", "model.optim.sched.warmup_steps=1")
 JUST_EVAL = ("helpfulness", "clarity", "factuality", "depth", "engagement")
+HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 OF_PAIRS = (
     "chat", "heldout", "helpsteer3_train", "helpsteer3_validation", "pairs", "preference_heldout",
     "preference_train", "safety", "test", "train",
@@ -94,6 +95,9 @@ def _write_data(folder: Path) -> None:
     for name, rows in (("train", pairs), ("heldout", heldout)):
         rated = [{**row, "metadata": scores} for row in rows]
         _write(folder / f"ultrafeedback_{name}.jsonl.gz", rated)
+    rated = read_rows(tiny.write_ratings(folder / "rated.tmp", 2 * PAIRS, HELPSTEER2))
+    _write(folder / "helpsteer2_train.jsonl", rated[:PAIRS])
+    _write(folder / "helpsteer2_validation.jsonl", rated[PAIRS:])
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
     (folder / "just_eval_5attr.jsonl.gz").write_bytes(gzip.compress(just.read_bytes()))
     answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]
