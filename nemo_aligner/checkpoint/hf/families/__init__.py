@@ -6,6 +6,7 @@
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
 - ``mixtures``: mixture-of-experts (MoE) models.
+- ``unsupported``: why a model of no family is rejected, and which families are near.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
@@ -40,6 +41,7 @@ from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
+from nemo_aligner.checkpoint.hf.families.unsupported import unsupported_model
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
@@ -94,15 +96,17 @@ def register_family(family: ModelFamily) -> None:
     _FAMILIES[family.name] = family
 
 
-def find_family(model_type: Any) -> ModelFamily:
+def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
     """Return the family with this ``model_type`` in ``config.json``.
 
+    Args:
+        config: the whole ``config.json``, from which the error tells what the model lacks.
+
     Raises:
-        CheckpointError: there is no such family.
+        CheckpointError: there is no such family. The message tells why, and which are near.
     """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        supported = ", ".join(_FAMILIES)
-        raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {supported}")
+        raise unsupported_model(model_type, config or {}, _FAMILIES)
     return _FAMILIES[model_type]
 
 
