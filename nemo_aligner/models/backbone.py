@@ -309,12 +309,14 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA, nor linear attention or output gates. In fp32 it rounds to TF32 whatever
-    torch's precision setting is, so it is not used there.
+    before them, nor LoRA, nor linear attention or output gates, nor norms of queries and keys after
+    RoPE. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    has_plain_attention = shape.linear_attention is None and not shape.attention_output_gate
+    has_plain_attention = shape.linear_attention is None and not (
+        shape.attention_output_gate or shape.qk_norm_after_rope
+    )
     is_made_of_them = has_its_norms and shape.lora is None and has_plain_attention
     return has_parts and is_made_of_them and dtype is not torch.float32
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.products import MOST_ROWS
+from nemo_aligner.models.attention.packed import Norms, norm_joined
 from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns
 from nemo_aligner.models.linear_attention import GatedDeltaNet
@@ -120,7 +121,7 @@ class PackedLayer(TransformerLayer):
             attend = partial(core.attend, context=context)
         else:
             heads = self._split_heads(mixed)
-            attend = partial(core, packed_seq_params=context)
+            attend = partial(core, packed_seq_params=context, norms=self._norms_after_rope)
         if attention.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(attend, False, *heads)
         return attend(*heads)
@@ -132,13 +133,13 @@ class PackedLayer(TransformerLayer):
             mixed: as in ``_split_groups``.
 
         Returns:
-            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
-            norms queries and keys, but before RoPE.
+            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, before RoPE.
+            Queries and keys are normed if the model norms them before RoPE.
         """
         attention = self.self_attention
         query, _, key, value = self._split_groups(mixed)
         query = query.reshape(*query.shape[:2], -1, attention.hidden_size_per_attention_head)
-        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
+        if self._norms_before_rope:
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
 
@@ -161,6 +162,20 @@ class PackedLayer(TransformerLayer):
         gates = width // 2 if self.config.attention_output_gate else 0
         query, gate, key, value = grouped.split([width - gates, gates, channels, channels], dim=-1)
         return query, gate, key, value
+
+    @property
+    def _norms_before_rope(self) -> bool:
+        """True if queries and keys are normed before RoPE; else both norms may be IdentityOp."""
+        after_rope = self.self_attention.core_attention.norms_after_rope
+        return self.config.qk_layernorm and not after_rope
+
+    @property
+    def _norms_after_rope(self) -> Norms | None:
+        """The norms of queries and keys for attention to apply after RoPE; None if it does not."""
+        attention = self.self_attention
+        if not attention.core_attention.norms_after_rope:
+            return None
+        return attention.q_layernorm, attention.k_layernorm
 
     @property
     def _splits_and_rotates(self) -> bool:
@@ -253,12 +268,10 @@ class PackedLayer(TransformerLayer):
             repeats = joined.size(2) // 2
             gate = joined[:, :, repeats:-1]
             joined = torch.cat([joined[:, :, :repeats], joined[:, :, -1:]], dim=2)
-        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
-            query, key = joined[:, :, :-1], joined[:, :, -1:]
-            normed = attention.q_layernorm(query), attention.k_layernorm(key)
-            joined = torch.cat(normed, dim=2)
+        if self._norms_before_rope:
+            joined = norm_joined(joined, (attention.q_layernorm, attention.k_layernorm))
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        attended = infer(joined, value, context)
+        attended = infer(joined, value, context, self._norms_after_rope)
         if gate is not None:
             # Copy the view first: its strides would decide how threads split the elements.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()

@@ -239,6 +239,19 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "eos_token_id": 2,
     },
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": False},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_alpha": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 100.0,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+        "tie_word_embeddings": False,
+    },
 }
 
 

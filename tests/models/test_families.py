@@ -267,6 +267,8 @@ FEATURES = [
     ("gemma3", {"seq_len_interpolation_factor": None}),
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
+    ("hunyuan", {"qk_norm_after_rope": False}),
+    ("hunyuan_alpha", {"rotary_base": 100.0}),
 ]
 
 
@@ -471,7 +473,9 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
         assert all(weight.main_grad.abs().max() > 0 for weight in model.decoder.parameters())
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_5", "gemma2", "nemotron", "olmo2"])
+@pytest.mark.parametrize(
+    "case", ["qwen2", "qwen3", "qwen3_5", "gemma2", "nemotron", "olmo2", "hunyuan"]
+)
 def test_family_with_added_query_groups_trains_alike(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:

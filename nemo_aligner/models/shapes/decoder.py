@@ -39,6 +39,7 @@ _NAMED_LATER = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_output_gate": False,
+    "qk_norm_after_rope": False,
 }
 
 
@@ -83,6 +84,8 @@ class ModelShape:
             have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
+        qk_norm_after_rope: the norms of queries and keys come after RoPE, as in HunYuan, rather
+            than before it.
     """
 
     num_layers: int
@@ -128,6 +131,7 @@ class ModelShape:
     linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+    qk_norm_after_rope: bool = False
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.

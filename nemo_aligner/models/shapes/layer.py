@@ -81,6 +81,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_output_gate": bool(config.get("attention_output_gate")),
         "experts": read_experts(config),
         **read_linear_attention(config),
+        "qk_norm_after_rope": bool(config.get("qk_norm_after_rope")),
     }
 
 
@@ -108,6 +109,7 @@ _SUPPORTED = {
             "layernorm_zero_centered_gamma",
             "scale_positional_embedding",
             "share_embeddings_and_output_weights",
+            "qk_norm_after_rope",
         ),
         (False, True, None),
     ),

@@ -4,7 +4,8 @@
 - ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
-- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
+- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``: the decoders with these names
+  and relatives.
 - ``mixtures``: mixture-of-experts (MoE) models.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
 
@@ -24,7 +25,8 @@ from nemo_aligner.checkpoint.hf.families.base import (
     describe_differences_from_llama,
 )
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
-from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
 from nemo_aligner.checkpoint.hf.families.llama import (
     ARCEE,
     GRANITE,
@@ -74,6 +76,8 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    ERNIE4_5,
+    HUNYUAN,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -472,6 +472,7 @@ PLAIN: Mapping[str, Any] = {
     "attention_output_gate": False,
     "experts": None,
     "linear_attention": None,
+    "qk_norm_after_rope": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

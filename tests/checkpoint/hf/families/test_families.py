@@ -141,6 +141,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
     ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
+    ("ernie4_5", {"use_bias": True}, "use_bias: got True, which is not supported"),
+    ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: got False, which is not supported"),
+    ("hunyuan_v1_dense", {"attention_bias": True}, "attention_bias: got True"),
+    (
+        "hunyuan_v1_dense",
+        {"rope_scaling": {"type": "dynamic", "alpha": "x"}},
+        "alpha: got 'x', wanted a number",
+    ),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
@@ -153,6 +161,7 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
     ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
+    ("hunyuan", {"qkv_bias": True}, "qk_norm_after_rope=True, which does not belong to any"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
