@@ -232,9 +232,11 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
     if shape.attention_output_gate:
         inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
-    if shape.qk_layernorm:
+    # Norms after RoPE are a part of the attention that selective recomputation computes again.
+    if shape.qk_layernorm and not (is_selective and shape.qk_norm_after_rope):
         # With selective recomputation, ``_projection_width`` includes the unsplit projection.
-        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
+        keeps_once = is_selective or plan.fused_kernels or shape.qk_norm_after_rope
+        inner += q + kv if keeps_once else 2 * q + 2 * kv
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     return heads, inner

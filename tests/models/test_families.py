@@ -448,7 +448,7 @@ def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3", "olmo2", "granite"]
+    "case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3", "olmo2", "granite", "hunyuan"]
 )
 def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
     case: str, build: Any, layout: ParallelLayout

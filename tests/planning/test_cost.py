@@ -252,6 +252,7 @@ FAMILIES |= {
         "attention_output_gate": True,
         "qk_layernorm": True,
     },
+    "norms_after_rope": {"qk_layernorm": True, "qk_norm_after_rope": True},
 }
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
 LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}
