@@ -95,6 +95,8 @@ def _mixer(shape: ModelShape) -> Shapes:
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
+    if shape.linear_bias:
+        tensors["self_attention.linear_proj.bias"] = (hidden,)
     if shape.qk_layernorm:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
@@ -106,10 +108,14 @@ def _mlp(shape: ModelShape) -> Shapes:
     """Return the shapes of one layer's MLP matrices by name; for MoE, of router and all experts."""
     hidden, experts = shape.hidden_size, shape.experts
     if experts is None:
-        return {
-            "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
+        rows = (1 + shape.is_gated) * shape.ffn_hidden_size
+        dense: Shapes = {
+            "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
         }
+        if shape.linear_bias:
+            dense |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
+        return dense
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:
         tensors["mlp.router.shared_gate"] = (1, hidden)
@@ -125,7 +131,7 @@ def _mlp(shape: ModelShape) -> Shapes:
 
 
 def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
-    kinds = ("weight", "bias") if shape.normalization == "layernorm1p" else ("weight",)
+    kinds = ("weight",) if shape.normalization == "rmsnorm" else ("weight", "bias")
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
 
 

@@ -12,7 +12,9 @@ from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
     gated_silu,
+    gelu,
     squared_relu,
+    tanh_gelu,
 )
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
@@ -54,4 +56,18 @@ class _SquaredReLU(_Activation):
     function = staticmethod(squared_relu)
 
 
-ACTIVATIONS = {"swiglu": SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
+class _GELU(_Activation):
+    function = staticmethod(gelu)
+
+
+class _TanhGELU(_Activation):
+    function = staticmethod(tanh_gelu)
+
+
+ACTIVATIONS = {
+    "swiglu": SwiGLU,
+    "geglu": _GeGLU,
+    "squared-relu": _SquaredReLU,
+    "gelu": _GELU,
+    "gelu-tanh": _TanhGELU,
+}

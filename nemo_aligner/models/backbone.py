@@ -133,7 +133,7 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         # no TransformerEngine; megatron-core only checks that activation_func is supported.
         "use_te_activation_func": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
         # With this option Megatron sums the gradients of these norms over the TP ranks. Each rank
         # sees only its own heads.
@@ -310,14 +310,18 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear attention or output gates, nor norms of queries and keys after
-    RoPE. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used there.
+    RoPE. The code path that calls them supports neither biases of all linear layers nor a parallel
+    residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used
+    there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
     has_plain_attention = shape.linear_attention is None and not (
         shape.attention_output_gate or shape.qk_norm_after_rope
     )
-    is_made_of_them = has_its_norms and shape.lora is None and has_plain_attention
+    has_plain_layers = not (shape.linear_bias or shape.parallel_residual)
+    is_plain = has_plain_attention and has_plain_layers and shape.lora is None
+    is_made_of_them = has_its_norms and is_plain
     return has_parts and is_made_of_them and dtype is not torch.float32
 
 
@@ -390,7 +394,10 @@ def _layer_module(
         mlp_bda=add,
         sharded_state_dict_keys_map=key_map,
     )
-    options = {"residual_multiplier": shape.residual_multiplier}
+    options = {
+        "residual_multiplier": shape.residual_multiplier,
+        "parallel_residual": shape.parallel_residual,
+    }
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
 

@@ -32,6 +32,7 @@ class PackedLayer(TransformerLayer):
 
     Args:
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
+        parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
 
     Attributes:
         pointwise: kernels of the operations between the matmuls; scoring on a CPU uses others.
@@ -39,9 +40,16 @@ class PackedLayer(TransformerLayer):
 
     pointwise: PointwiseKernels = EAGER
 
-    def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        residual_multiplier: float = 1.0,
+        parallel_residual: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._multiplier = residual_multiplier
+        self._is_parallel = parallel_residual
 
     def forward(
         self,
@@ -95,6 +103,10 @@ class PackedLayer(TransformerLayer):
         return torch.add(hidden, added, alpha=self._multiplier)
 
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Add attention's output to the stream; return the sum and the normed input of the MLP."""
+        if self._is_parallel:
+            normed = self.pre_mlp_layernorm(hidden)
+            return torch.add(hidden, added, alpha=self._multiplier), normed
         if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
             return self.pre_mlp_layernorm(hidden, added, self._multiplier)
         hidden = torch.add(hidden, added, alpha=self._multiplier)
@@ -222,7 +234,11 @@ class PackedLayer(TransformerLayer):
         added = self.self_attention.linear_proj.infer(attended)
         norm = self.pre_mlp_layernorm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
-        if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
+        if self._is_parallel:
+            # Before the sum, which may be in place.
+            normed = norm.forward(hidden)
+            hidden = self._add_to_stream(added, hidden)
+        elif can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
             normed = norm.add(hidden, added)
         elif hidden.is_cuda:
             hidden, normed = self._add_and_norm(hidden, added)

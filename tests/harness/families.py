@@ -252,6 +252,28 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "gpt_neox_sequential": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "num_key_value_heads": 4,
+        "hidden_act": "gelu_new",
+        "partial_rotary_factor": 0.5,
+    },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW,
+    },
 }
 
 

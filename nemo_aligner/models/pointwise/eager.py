@@ -68,6 +68,16 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Compute the exact GELU, ``x * Phi(x)`` (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """Compute GELU's tanh approximation (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
 _gelu = partial(F.gelu, approximate="tanh")
 _gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 

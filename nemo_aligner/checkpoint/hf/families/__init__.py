@@ -6,6 +6,7 @@
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``: the decoders with these names
   and relatives.
+- ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``mixtures``: mixture-of-experts (MoE) models.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
 
@@ -40,6 +41,7 @@ from nemo_aligner.checkpoint.hf.families.llama import (
 )
 from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
+from nemo_aligner.checkpoint.hf.families.neox import GPT_NEOX, STARCODER2
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
@@ -78,6 +80,8 @@ _BUILT_IN = (
     OLMOE,
     ERNIE4_5,
     HUNYUAN,
+    GPT_NEOX,
+    STARCODER2,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

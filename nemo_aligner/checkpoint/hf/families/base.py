@@ -473,6 +473,8 @@ PLAIN: Mapping[str, Any] = {
     "experts": None,
     "linear_attention": None,
     "qk_norm_after_rope": False,
+    "linear_bias": False,
+    "parallel_residual": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

@@ -34,10 +34,9 @@ _REASONS = {
     "sinusoidal position embeddings are not supported, only RoPE": "ctrl xglm",
     "ALiBi is not supported, only RoPE": "bloom mpt",
     "attention and MLP in parallel (both read the layer's input) are not supported": (
-        "codegen cohere cohere2 falcon gpt_neox gpt_neox_japanese gptj phi"
+        "codegen cohere cohere2 falcon gpt_neox_japanese gptj phi"
     ),
-    "biases of all linear layers and LayerNorms are not supported": "persimmon starcoder2",
-    "LayerNorms whose weight is stored as gamma are not supported": "stablelm",
+    "LayerNorms of queries and keys are not supported": "persimmon stablelm",
     "norms without weights are not supported": "nanochat olmo",
     "its activation has learned parameters (xIELU), which is not supported": "apertus",
     "differential attention is not supported": "diffllama",
