@@ -255,7 +255,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {
         "model_type": "gpt_neox",
         "tie_word_embeddings": False,
-        "num_key_value_heads": 4,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 100.0,
@@ -265,8 +264,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {
         "model_type": "gpt_neox",
         "use_parallel_residual": False,
-        "num_key_value_heads": 4,
-        "hidden_act": "gelu_new",
+        "hidden_act": "gelu_pytorch_tanh",
         "partial_rotary_factor": 0.5,
     },
     "starcoder2": {
@@ -406,6 +404,11 @@ def single_experts(
     lazy_tensors = {
         name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.clone, tensor.__getitem__)
         for name, tensor in tensors.items()
+    }
+    # In memory transformers gives the output layer of a GPT-NeoX another name.
+    (output,) = family.untied.hf
+    lazy_tensors = {
+        output if name == "lm_head.weight" else name: lazy for name, lazy in lazy_tensors.items()
     }
     renamed = split_fused_experts(family, family.rules(config), lazy_tensors)
     return {name: tensor.read() for name, tensor in renamed.items()}

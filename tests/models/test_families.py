@@ -269,6 +269,12 @@ FEATURES = [
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
     ("hunyuan", {"qk_norm_after_rope": False}),
+    ("gpt_neox", {"parallel_residual": False}),
+    ("gpt_neox", {"bias": False}),
+    ("gpt_neox", {"rotary_percentage": 1.0}),
+    ("gpt_neox_sequential", {"activation": "squared-relu"}),
+    ("starcoder2", {"normalization": "layernorm1p"}),
+    ("starcoder2", {"window_size": None}),
     ("hunyuan_alpha", {"rotary_base": 100.0}),
 ]
 
@@ -369,6 +375,15 @@ NOT_TOGETHER = [
         },
         "num_moe_experts: got 4 together with post_layernorms",
     ),
+    ({"bias": True, "num_moe_experts": 4}, "bias: got True together with num_moe_experts=4"),
+    (
+        {"parallel_residual": True, "post_layernorms": True},
+        "parallel_residual: got True together with post_layernorms=True",
+    ),
+    (
+        {"parallel_residual": True, "pre_layernorms": False},
+        "parallel_residual: got True together with pre_layernorms=False",
+    ),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
 ]
@@ -449,7 +464,17 @@ def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3", "olmo2", "granite", "hunyuan"]
+    "case",
+    [
+        "mistral_untied_window",
+        "gemma2",
+        "nemotron",
+        "qwen3",
+        "olmo2",
+        "granite",
+        "hunyuan",
+        "gpt_neox",
+    ],
 )
 def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
     case: str, build: Any, layout: ParallelLayout
@@ -475,7 +500,7 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2", "qwen3", "qwen3_5", "gemma2", "nemotron", "olmo2", "hunyuan"]
+    "case", ["qwen2", "qwen3", "qwen3_5", "gemma2", "nemotron", "olmo2", "hunyuan", "gpt_neox"]
 )
 def test_family_with_added_query_groups_trains_alike(
     case: str, build: Any, layout: ParallelLayout

@@ -252,6 +252,13 @@ FAMILIES |= {
         "attention_output_gate": True,
         "qk_layernorm": True,
     },
+    "biases": {"activation": "gelu", "normalization": "layernorm", "bias": True},
+    "parallel_residual": {
+        "activation": "gelu",
+        "normalization": "layernorm",
+        "bias": True,
+        "parallel_residual": True,
+    },
     "norms_after_rope": {"qk_layernorm": True, "qk_norm_after_rope": True},
 }
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}

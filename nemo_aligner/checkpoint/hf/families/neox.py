@@ -108,7 +108,8 @@ def _neox_to_nemo(config: Config) -> dict[str, Any]:
     reader.only("attention_bias", True, None)
     older = {name: config.get(key, default) for name, (key, default) in _ROPE.items()}
     return _to_nemo(
-        {**older, **config},
+        # transformers' class ignores these two keys: all heads have keys of their own.
+        {**older, **config, "num_key_value_heads": None, "head_dim": None},
         "gpt_neox",
         "gelu",
         "layer_norm_eps",
