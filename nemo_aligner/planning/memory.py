@@ -204,7 +204,9 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     split = plan.tp if plan.sequence_parallel else 1
-    states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
+    # With a parallel residual both norms keep the same stream.
+    streams = min(norms, 1) if shape.parallel_residual else norms
+    states = ((streams + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
