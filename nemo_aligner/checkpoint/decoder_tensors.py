@@ -63,7 +63,8 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
         # the norm is followed by the router, so it is a module of its own.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
-        tensors |= _norm(shape, mlp_norm)
+        if not shape.one_norm_per_layer:
+            tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
@@ -131,7 +132,7 @@ def _mlp(shape: ModelShape) -> Shapes:
 
 
 def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
-    kinds = ("weight",) if shape.normalization == "rmsnorm" else ("weight", "bias")
+    kinds = ("weight", "bias") if shape.norms_have_biases else ("weight",)
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
 
 

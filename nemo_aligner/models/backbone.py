@@ -43,6 +43,7 @@ from nemo_aligner.models.internals import (
 )
 from nemo_aligner.models.layers import (
     NORMS,
+    BiaslessLayerNorm,
     ColumnLinear,
     NoNorm,
     RowLinear,
@@ -265,6 +266,8 @@ class _Parts:
         A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused,
         and the norm keeps its own name in checkpoints.
         """
+        if shape.one_norm_per_layer:
+            return IdentityOp, self.key_map
         if shape.experts is None:
             return self.norm, self.key_map
         names = {name: key for name, key in self.key_map.items() if name != _MLP_NORM}
@@ -276,6 +279,8 @@ _MLP_NORM = "pre_mlp_layernorm."
 
 def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
     norm = NORMS[config.normalization]
+    if shape.normalization == "layernorm_without_bias":
+        norm = BiaslessLayerNorm
     return _Parts(
         norm=norm if shape.pre_layernorms else NoNorm,
         other_norm=norm,
@@ -319,6 +324,7 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     has_plain_attention = shape.linear_attention is None and not (
         shape.attention_output_gate or shape.qk_norm_after_rope
     )
+    has_its_norms &= shape.normalization != "layernorm_without_bias"
     has_plain_layers = not (shape.linear_bias or shape.parallel_residual)
     is_plain = has_plain_attention and has_plain_layers and shape.lora is None
     is_made_of_them = has_its_norms and is_plain
@@ -397,6 +403,7 @@ def _layer_module(
     options = {
         "residual_multiplier": shape.residual_multiplier,
         "parallel_residual": shape.parallel_residual,
+        "one_norm": shape.one_norm_per_layer,
     }
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 

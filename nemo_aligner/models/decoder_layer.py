@@ -33,6 +33,7 @@ class PackedLayer(TransformerLayer):
     Args:
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
+        one_norm: that input has attention's norm, because the MLP has none.
 
     Attributes:
         pointwise: kernels of the operations between the matmuls; scoring on a CPU uses others.
@@ -45,11 +46,13 @@ class PackedLayer(TransformerLayer):
         *args: Any,
         residual_multiplier: float = 1.0,
         parallel_residual: bool = False,
+        one_norm: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._multiplier = residual_multiplier
         self._is_parallel = parallel_residual
+        self._has_one_norm = one_norm
 
     def forward(
         self,
@@ -94,7 +97,7 @@ class PackedLayer(TransformerLayer):
             # Neither the sum and norm nor the split of heads is fused for MoE layers, so that runs
             # resumed from older checkpoints round as before.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
-            added, _ = self.mlp(self.pre_mlp_layernorm(hidden), self._balance(context))
+            added, _ = self.mlp(self._mlp_norm(hidden), self._balance(context))
         else:
             hidden, normed = self._add_and_norm(hidden, added)
             inner, _ = self.mlp.linear_fc1(normed, context=context)
@@ -102,15 +105,20 @@ class PackedLayer(TransformerLayer):
             added, _ = self.mlp.linear_fc2(activated, context=context)
         return torch.add(hidden, added, alpha=self._multiplier)
 
+    @property
+    def _mlp_norm(self) -> Any:
+        """The norm of the MLP's input."""
+        return self.input_layernorm if self._has_one_norm else self.pre_mlp_layernorm
+
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """Add attention's output to the stream; return the sum and the normed input of the MLP."""
         if self._is_parallel:
-            normed = self.pre_mlp_layernorm(hidden)
+            normed = self._mlp_norm(hidden)
             return torch.add(hidden, added, alpha=self._multiplier), normed
-        if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
-            return self.pre_mlp_layernorm(hidden, added, self._multiplier)
+        if isinstance(self._mlp_norm, SequenceParallelRMSNorm):
+            return self._mlp_norm(hidden, added, self._multiplier)
         hidden = torch.add(hidden, added, alpha=self._multiplier)
-        return hidden, self.pre_mlp_layernorm(hidden)
+        return hidden, self._mlp_norm(hidden)
 
     def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
         """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
@@ -232,7 +240,7 @@ class PackedLayer(TransformerLayer):
     def _infer_behind_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer after attention, where every row is independent."""
         added = self.self_attention.linear_proj.infer(attended)
-        norm = self.pre_mlp_layernorm
+        norm = self._mlp_norm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if self._is_parallel:
             # Before the sum, which may be in place.

@@ -294,27 +294,40 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
-    """LayerNorm with a bias; its stored weight is gamma, or ``gamma - 1`` (NeMo's LayerNorm1P).
+    """LayerNorm; its stored weight is gamma, or ``gamma - 1`` (NeMo's LayerNorm1P).
 
     Its parameters are marked like the weight of ``SequenceParallelRMSNorm``.
+
+    Attributes:
+        has_bias: a bias is added.
     """
+
+    has_bias = True
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
         device = torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        kind = {"dtype": config.params_dtype, "device": device}
+        super().__init__(hidden_size, eps=eps, bias=self.has_bias, **kind)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._dtype = config.params_dtype
         self._is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype) if self.has_bias else None
         if self._is_zero_centered:
             weight = weight + 1
         normed = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         return normed.to(self._dtype)
+
+
+class BiaslessLayerNorm(SequenceParallelLayerNorm):
+    """LayerNorm without a bias, as in Cohere's models."""
+
+    has_bias = False
 
 
 class NoNorm(torch.nn.Module):

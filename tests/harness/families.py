@@ -267,6 +267,13 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
         "partial_rotary_factor": 0.5,
     },
+    "cohere": {"model_type": "cohere"},
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        "tie_word_embeddings": False,
+    },
     "starcoder2": {
         "model_type": "starcoder2",
         "hidden_act": "gelu_pytorch_tanh",

@@ -269,6 +269,9 @@ FEATURES = [
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
     ("hunyuan", {"qk_norm_after_rope": False}),
+    ("cohere", {"normalization": "rmsnorm"}),
+    ("cohere2", {"no_rope_freq": None}),
+    ("cohere2", {"window_attn_skip_freq": None}),
     ("gpt_neox", {"parallel_residual": False}),
     ("gpt_neox", {"bias": False}),
     ("gpt_neox", {"rotary_percentage": 1.0}),
@@ -384,6 +387,11 @@ NOT_TOGETHER = [
         {"parallel_residual": True, "pre_layernorms": False},
         "parallel_residual: got True together with pre_layernorms=False",
     ),
+    ({"one_norm_per_layer": True}, "one_norm_per_layer: got True without parallel_residual"),
+    (
+        {"normalization": "layernorm_without_bias", "qk_layernorm": True},
+        "got layernorm_without_bias together with qk_layernorm=True",
+    ),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
 ]
@@ -474,6 +482,7 @@ def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
         "granite",
         "hunyuan",
         "gpt_neox",
+        "cohere",
     ],
 )
 def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(

@@ -259,6 +259,11 @@ FAMILIES |= {
         "bias": True,
         "parallel_residual": True,
     },
+    "one_norm": {
+        "normalization": "layernorm_without_bias",
+        "parallel_residual": True,
+        "one_norm_per_layer": True,
+    },
     "norms_after_rope": {"qk_layernorm": True, "qk_norm_after_rope": True},
 }
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}

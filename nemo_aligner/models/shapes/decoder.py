@@ -42,6 +42,7 @@ _NAMED_LATER = {
     "qk_norm_after_rope": False,
     "linear_bias": False,
     "parallel_residual": False,
+    "one_norm_per_layer": False,
 }
 
 
@@ -52,8 +53,8 @@ class ModelShape:
     Attributes:
         activation: the MLP's activation: ``swiglu`` or ``geglu`` (with tanh GELU); or, without a
             gate, ``squared-relu``, ``gelu``, or ``gelu-tanh`` (GELU's tanh approximation).
-        normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; or ``layernorm1p``: the
-            same, but its stored weight is gamma - 1.
+        normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
+            same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
         qk_layernorm_across_heads: the norms of queries and keys take their statistics over all
             heads together, as in OLMo 2, rather than over each head.
@@ -91,6 +92,8 @@ class ModelShape:
         linear_bias: all linear layers have biases, not only those of queries, keys and values.
         parallel_residual: the MLP reads the layer's normed input, as attention does, and not the
             sum of input and attention: ``x + attention(norm(x)) + mlp(norm'(x))``, as in GPT-NeoX.
+        one_norm_per_layer: with a parallel residual, attention and MLP have the same norm, as in
+            Cohere: ``x + attention(norm(x)) + mlp(norm(x))``.
     """
 
     num_layers: int
@@ -139,6 +142,7 @@ class ModelShape:
     qk_norm_after_rope: bool = False
     linear_bias: bool = False
     parallel_residual: bool = False
+    one_norm_per_layer: bool = False
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -208,6 +212,11 @@ class ModelShape:
     def is_gated(self) -> bool:
         """True if the MLP multiplies its activation by a second linear projection of the input."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def norms_have_biases(self) -> bool:
+        """True if the norms are LayerNorms with a bias."""
+        return self.normalization in ("layernorm", "layernorm1p")
 
     @property
     def softmax_scale(self) -> float | None:
@@ -314,7 +323,7 @@ class ModelShape:
 
         This shape must be the one that ``of_layer`` returns for that layer.
         """
-        places = 2 * self.pre_layernorms + 2 * self.post_layernorms
+        places = 2 * (self.pre_layernorms + self.post_layernorms) - self.one_norm_per_layer
         norms = places * self.norm_parameters(self.hidden_size)
         split, replicated = self._mixer_parameters()
         if self.experts is None:
@@ -346,7 +355,7 @@ class ModelShape:
 
     def norm_parameters(self, width: int) -> int:
         """Count the parameters of a norm over ``width`` channels; a LayerNorm also has biases."""
-        return width * (1 if self.normalization == "rmsnorm" else 2)
+        return width * (1 + self.norms_have_biases)
 
     def query_key_cost(self) -> float:
         """Return attention's FLOPs for a query and a key, relative to a token's linear layers.

@@ -85,6 +85,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm_after_rope": bool(config.get("qk_norm_after_rope")),
         "linear_bias": bool(config.get("bias")),
         "parallel_residual": bool(config.get("parallel_residual")),
+        "one_norm_per_layer": bool(config.get("one_norm_per_layer")),
     }
 
 
@@ -103,7 +104,7 @@ def _read_zero_groups(config: Mapping[str, Any]) -> int:
 
 # Supported values of each key; the first one is the default where the key is missing.
 _SUPPORTED = {
-    "normalization": ("rmsnorm", "layernorm1p", "layernorm"),
+    "normalization": ("rmsnorm", "layernorm1p", "layernorm", "layernorm_without_bias"),
     "activation": (
         "fast-swiglu",
         "swiglu",
@@ -128,6 +129,7 @@ _SUPPORTED = {
             "share_embeddings_and_output_weights",
             "qk_norm_after_rope",
             "parallel_residual",
+            "one_norm_per_layer",
         ),
         (False, True, None),
     ),
@@ -165,6 +167,17 @@ def _check_combinations(config: Mapping[str, Any]) -> None:
                 f"model_config.yaml: {key}: got {shown(config[key])} together with {other}="
                 f"{shown(config[other])}, which is not supported"
             )
+    if config.get("one_norm_per_layer") and not config.get("parallel_residual"):
+        raise CheckpointError(
+            "model_config.yaml: one_norm_per_layer: got True without parallel_residual, which is "
+            "not supported"
+        )
+    unsupported = [key for key in ("post_layernorms", "qk_layernorm") if config.get(key)]
+    if config.get("normalization") == "layernorm_without_bias" and unsupported:
+        raise CheckpointError(
+            "model_config.yaml: normalization: got layernorm_without_bias together with "
+            f"{unsupported[0]}=True, which is not supported"
+        )
     if config.get("parallel_residual") and config.get("pre_layernorms") is False:
         raise CheckpointError(
             "model_config.yaml: parallel_residual: got True together with pre_layernorms=False, "

@@ -58,6 +58,8 @@ NOT_READ = (
     "hunyuan_v1_dense",
     "gpt_neox",
     "starcoder2",
+    "cohere",
+    "cohere2",
 )
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [

@@ -4,8 +4,8 @@
 - ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
-- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``: the decoders with these names
-  and relatives.
+- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``: the decoders with
+  these names and relatives.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``mixtures``: mixture-of-experts (MoE) models.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
@@ -25,6 +25,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     describe_differences_from_llama,
 )
+from nemo_aligner.checkpoint.hf.families.cohere import COHERE, COHERE2
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
@@ -82,6 +83,8 @@ _BUILT_IN = (
     HUNYUAN,
     GPT_NEOX,
     STARCODER2,
+    COHERE,
+    COHERE2,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

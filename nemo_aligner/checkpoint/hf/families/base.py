@@ -475,6 +475,7 @@ PLAIN: Mapping[str, Any] = {
     "qk_norm_after_rope": False,
     "linear_bias": False,
     "parallel_residual": False,
+    "one_norm_per_layer": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

@@ -34,7 +34,7 @@ _REASONS = {
     "sinusoidal position embeddings are not supported, only RoPE": "ctrl xglm",
     "ALiBi is not supported, only RoPE": "bloom mpt",
     "attention and MLP in parallel (both read the layer's input) are not supported": (
-        "codegen cohere cohere2 falcon gpt_neox_japanese gptj phi"
+        "codegen falcon gpt_neox_japanese gptj phi"
     ),
     "LayerNorms of queries and keys are not supported": "persimmon stablelm",
     "norms without weights are not supported": "nanochat olmo",

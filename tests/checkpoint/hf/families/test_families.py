@@ -153,6 +153,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("gpt_neox", {"hidden_act": "relu"}, "hidden_act: got 'relu', which is not supported"),
     ("starcoder2", {"use_bias": False}, "use_bias: got False, which is not supported"),
     ("starcoder2", {"norm_type": "rms"}, "norm_type: got 'rms', which is not supported"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm: got True, which is not supported"),
+    ("cohere2", {"attention_bias": True}, "attention_bias: got True"),
+    ("cohere2", {"sliding_window": None}, "layer_types: got .* with a window of None and 4 layers"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
@@ -168,6 +171,8 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan", {"qkv_bias": True}, "qk_norm_after_rope=True, which does not belong to any"),
     ("gpt_neox", {"num_query_groups": 2}, "got 2 and 16; a GPT-NeoX has as many groups as heads"),
     ("starcoder2", {"parallel_residual": True}, "parallel_residual=True, which does not belong to"),
+    ("cohere", {"kv_channels": 8}, "kv_channels: got 8, wanted 16, hidden_size divided by"),
+    ("cohere2", {"no_rope_freq": None}, "no_rope_freq: got None, but in a Cohere 2 exactly"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
