@@ -20,14 +20,19 @@ from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
 
 class _Activation(MegatronModule):
-    """Base class of activations as modules: megatron-core 0.17 and later accept no functions."""
+    """Base class of activations as modules: megatron-core 0.17 and later accept no functions.
+
+    Attributes:
+        is_gated: one half of the input gates the other.
+    """
 
     function: Callable[[Tensor], Tensor]
+    is_gated = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training or hidden.is_cuda:
             return self.function(hidden)
-        return by_whole_rows(self.function, hidden)
+        return by_whole_rows(self.function, hidden, self.is_gated)
 
 
 class SwiGLU(_Activation):
@@ -38,6 +43,7 @@ class SwiGLU(_Activation):
     """
 
     function = staticmethod(gated_silu)
+    is_gated = True
     pointwise: PointwiseKernels = EAGER
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -50,6 +56,7 @@ class SwiGLU(_Activation):
 
 class _GeGLU(_Activation):
     function = staticmethod(gated_gelu)
+    is_gated = True
 
 
 class _SquaredReLU(_Activation):

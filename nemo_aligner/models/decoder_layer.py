@@ -300,7 +300,9 @@ class PackedLayer(TransformerLayer):
             # Copy the view first: its strides would decide how threads split the elements.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
             is_cpu = gate.is_cpu
-            factors = by_whole_rows(torch.sigmoid, gate) if is_cpu else gate.sigmoid()
+            factors = (
+                by_whole_rows(torch.sigmoid, gate, is_gated=False) if is_cpu else gate.sigmoid()
+            )
             attended = attended * factors
         return attended
 

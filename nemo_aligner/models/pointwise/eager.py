@@ -21,6 +21,8 @@ from torch.autograd import Function
 # The most elements that torch gives to one thread while others are free: at::internal::GRAIN_SIZE,
 # and GELU's own limit (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
+# More elements than torch computes in one step of a vector register, of any dtype and processor.
+_REGISTER = 64
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -36,16 +38,23 @@ def gated_gelu(x: Tensor) -> Tensor:
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
-def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_gated: bool = True) -> Tensor:
     """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
     torch splits the elements evenly over its threads. A thread uses a different exponential for its
     last elements, if they do not fill a vector register. Zero rows are added until every thread
-    gets whole rows. Then these elements are at the same place in every row.
+    gets whole rows. Then these elements are at the same place in every row. Rows that are not
+    gated follow one another in memory, so they are also padded to whole vector registers.
+
+    Args:
+        is_gated: the result has half as many elements as ``x``, because one half gates the other.
     """
     if x.size(0) == 0:
         return function(x)
-    rows, width = x.size(0), x.numel() // x.size(0) // 2
+    channels = x.size(-1)
+    if not is_gated and channels % _REGISTER:
+        return by_whole_rows(function, F.pad(x, (0, -channels % _REGISTER)), False)[..., :channels]
+    rows, width = x.size(0), x.numel() // x.size(0) // (1 + is_gated)
     fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
     if fitting == rows:
         return function(x)
