@@ -116,6 +116,8 @@ def _mlp(shape: ModelShape) -> Shapes:
         }
         if shape.linear_bias:
             dense |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
+        if shape.activation == "xielu":
+            dense |= {f"mlp.activation_func.{name}": (2,) for name in ("alpha", "constants")}
         return dense
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:

@@ -274,6 +274,12 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
         "tie_word_embeddings": False,
     },
+    "apertus": {
+        "model_type": "apertus",
+        "head_dim": 32,
+        "rope_parameters": LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    },
     "starcoder2": {
         "model_type": "starcoder2",
         "hidden_act": "gelu_pytorch_tanh",

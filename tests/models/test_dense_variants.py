@@ -13,7 +13,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from tests.harness import families
 
-VARIANTS = ("ernie4_5", "hunyuan_alpha", "gpt_neox", "starcoder2", "cohere2")
+VARIANTS = ("ernie4_5", "hunyuan_alpha", "gpt_neox", "starcoder2", "cohere2", "apertus")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

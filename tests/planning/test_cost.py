@@ -264,6 +264,7 @@ FAMILIES |= {
         "parallel_residual": True,
         "one_norm_per_layer": True,
     },
+    "xielu": {"activation": "xielu", "qk_layernorm": True},
     "norms_after_rope": {"qk_layernorm": True, "qk_norm_after_rope": True},
 }
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}

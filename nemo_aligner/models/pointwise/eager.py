@@ -87,6 +87,42 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def xielu(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, limit: Tensor) -> Tensor:
+    """Compute xIELU (Huang and Schlag 2024, arXiv:2411.13010) of ``x [..., c]``.
+
+    It is ``positive x^2 + beta x`` for x above 0, and ``negative (expm1(min(x, limit)) - x) + beta
+    x`` elsewhere. Only ``x`` and the scalars are saved for the backward pass.
+    """
+    return _XIELU.apply(x, positive, negative, beta, limit)
+
+
+class _XIELU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *scalars: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *scalars)
+        positive, negative, beta, limit = scalars
+        out = torch.minimum(x, limit).expm1_().sub_(x).mul_(negative)
+        squares = (x * positive).mul_(x)
+        return torch.where(x > 0, squares, out, out=out).addcmul_(x, beta)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (x, positive, negative, beta, limit), (grad,) = ctx.saved_tensors, grads
+        is_positive = x > 0
+        exponential = torch.minimum(x, limit).expm1_()
+        # Each of these is as large as x, so it is summed and freed before the next one is made.
+        curves = (exponential - x).mul_(grad).masked_fill_(is_positive, 0.0)
+        to_negative = curves.sum(dtype=torch.float32).to(negative.dtype)
+        del curves
+        squares = (x * x).mul_(grad).masked_fill_(~is_positive, 0.0)
+        to_positive = squares.sum(dtype=torch.float32).to(positive.dtype)
+        del squares
+        # The derivative of expm1 is 1 + expm1, and 0 where the limit replaces x.
+        slope = exponential.masked_fill_(x >= limit, -1.0).mul_(negative)
+        torch.where(is_positive, x * (2 * positive), slope, out=slope)
+        return slope.add_(beta).mul_(grad), to_positive, to_negative, None, None
+
+
 _gelu = partial(F.gelu, approximate="tanh")
 _gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 

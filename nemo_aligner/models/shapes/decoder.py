@@ -52,7 +52,8 @@ class ModelShape:
 
     Attributes:
         activation: the MLP's activation: ``swiglu`` or ``geglu`` (with tanh GELU); or, without a
-            gate, ``squared-relu``, ``gelu``, or ``gelu-tanh`` (GELU's tanh approximation).
+            gate, ``squared-relu``, ``gelu``, ``gelu-tanh`` (GELU's tanh approximation), or
+            ``xielu``, which has two learned parameters in each layer.
         normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
             same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
@@ -332,6 +333,8 @@ class ModelShape:
                 # The biases of linear_fc1, and of linear_proj and linear_fc2.
                 mlp += (1 + self.is_gated) * self.ffn_hidden_size
                 replicated += 2 * self.hidden_size
+            if self.activation == "xielu":
+                replicated += 2
             return split + mlp, norms + replicated
         *parts, routers = self.experts.parameters(self.hidden_size, self._mlp_matrices)
         return split + sum(parts), norms + replicated + routers

@@ -102,7 +102,7 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
                 f"model_config.yaml: {name}: got {shown(value)}, wanted true or false"
             )
     shared = config.get(SHARED_WIDTH)
-    ungated = ("squared-relu", "gelu", "gelu-tanh")
+    ungated = ("squared-relu", "gelu", "gelu-tanh", "xielu")
     if config.get("post_layernorms") or config.get("activation") in ungated:
         raise CheckpointError(
             f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or an "

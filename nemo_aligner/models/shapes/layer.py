@@ -113,6 +113,7 @@ _SUPPORTED = {
         "squared-relu",
         "gelu",
         "gelu-tanh",
+        "xielu",
     ),
     "position_embedding_type": ("rope", "yarn", "longrope"),
     "bias": (False, True, None),

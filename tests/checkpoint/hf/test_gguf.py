@@ -60,6 +60,7 @@ NOT_READ = (
     "starcoder2",
     "cohere",
     "cohere2",
+    "apertus",
 )
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [

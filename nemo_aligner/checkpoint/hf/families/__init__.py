@@ -4,8 +4,8 @@
 - ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
-- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``: the decoders with
-  these names and relatives.
+- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
+  decoders with these names and relatives.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``mixtures``: mixture-of-experts (MoE) models.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_aligner.checkpoint.hf.families.apertus import APERTUS
 from nemo_aligner.checkpoint.hf.families.base import (
     GgufFormat,
     ModelFamily,
@@ -85,6 +86,7 @@ _BUILT_IN = (
     STARCODER2,
     COHERE,
     COHERE2,
+    APERTUS,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

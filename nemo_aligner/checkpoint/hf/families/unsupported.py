@@ -38,7 +38,6 @@ _REASONS = {
     ),
     "LayerNorms of queries and keys are not supported": "persimmon stablelm",
     "norms without weights are not supported": "nanochat olmo",
-    "its activation has learned parameters (xIELU), which is not supported": "apertus",
     "differential attention is not supported": "diffllama",
     "norms inside attention and MLP, and ternary weights, are not supported": "bitnet",
     "the kind of its router is not supported (sparse mixer)": "phimoe",

@@ -156,6 +156,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm: got True, which is not supported"),
     ("cohere2", {"attention_bias": True}, "attention_bias: got True"),
     ("cohere2", {"sliding_window": None}, "layer_types: got .* with a window of None and 4 layers"),
+    ("apertus", {"hidden_act": "silu"}, "hidden_act: got 'silu', which is not supported"),
+    ("apertus", {"post_norm": True}, "post_norm: got True, which is not supported"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
