@@ -33,9 +33,9 @@ _REASONS = {
     ),
     "sinusoidal position embeddings are not supported, only RoPE": "ctrl xglm",
     "ALiBi is not supported, only RoPE": "bloom mpt",
-    "attention and MLP in parallel (both read the layer's input) are not supported": (
-        "codegen falcon gpt_neox_japanese gptj phi"
-    ),
+    "biases of some linear layers only are not supported": "codegen gpt_neox_japanese gptj",
+    "its layouts of fused queries, keys and values are not supported": "falcon",
+    "a bias of the output layer is not supported": "phi",
     "LayerNorms of queries and keys are not supported": "persimmon stablelm",
     "norms without weights are not supported": "nanochat olmo",
     "differential attention is not supported": "diffllama",
@@ -81,6 +81,11 @@ _KINDS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("no_rope_layers", "no_rope_layer_interval"), "layers without RoPE", ("smollm3",)),
     (("use_qk_norm", "qk_layernorm", "qk_norm"), "norms of queries and keys", ("qwen3",)),
     (("sliding_window",), "sliding windows", ("mistral", "qwen3", "olmo3")),
+    (
+        ("use_parallel_residual", "parallel_attn"),
+        "attention and MLP in parallel",
+        ("gpt_neox", "cohere", "cohere2"),
+    ),
     (("partial_rotary_factor",), "RoPE over a part of a head's channels", ("glm4", "nemotron")),
 )
 # Keys that reveal what no family has.
@@ -93,8 +98,6 @@ _MISSING = {
     "alibi": "ALiBi",
     "n_positions": "learned position embeddings",
     "index_topk": "sparse attention",
-    "parallel_attn": "attention and MLP in parallel",
-    "use_parallel_residual": "attention and MLP in parallel",
 }
 _SIZES = (
     "hidden_size",

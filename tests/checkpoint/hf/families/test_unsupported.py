@@ -30,6 +30,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("my_decoder", {}, "supported. Near families: llama, because its config.json has no key"),
     ("my_moe", {"num_experts": 8}, r"mixtral and .* for experts \(num_experts\). A model"),
     ("hybrid", {"linear_num_key_heads": 2}, "qwen3_5_text.* for linear attention"),
+    ("parallel", {"parallel_attn": True}, "gpt_neox and cohere and cohere2 for attention and MLP"),
     ("capped", {"attn_logit_softcapping": 50.0}, "gemma2 for soft caps"),
     ("my_ssm", {"mamba_d_state": 16}, r"no family has state-space layers \(mamba_d_state\)"),
     ("shapeless", {"hidden_size": None}, "supported: its config.json lacks hidden_size. A model"),
