@@ -68,7 +68,8 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
         # the router follows the norm, so the norm is a separate module.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
-        tensors |= _norm(shape, mlp_norm)
+        if not shape.one_norm_per_layer:
+            tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
@@ -100,6 +101,8 @@ def _mixer(shape: ModelShape) -> Shapes:
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
+    if shape.linear_bias:
+        tensors["self_attention.linear_proj.bias"] = (hidden,)
     if shape.qk_layernorm:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
@@ -111,10 +114,16 @@ def _mlp(shape: ModelShape) -> Shapes:
     """Return the shapes of one layer's MLP matrices by name; for MoE, of router and all experts."""
     hidden, experts = shape.hidden_size, shape.experts
     if experts is None:
-        return {
-            "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
+        rows = (1 + shape.is_gated) * shape.ffn_hidden_size
+        dense: Shapes = {
+            "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
         }
+        if shape.linear_bias:
+            dense |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
+        if shape.activation == "xielu":
+            dense |= {f"mlp.activation_func.{name}": (2,) for name in ("alpha", "constants")}
+        return dense
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:
         tensors["mlp.router.shared_gate"] = (1, hidden)
@@ -130,7 +139,7 @@ def _mlp(shape: ModelShape) -> Shapes:
 
 
 def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
-    kinds = ("weight", "bias") if shape.normalization == "layernorm1p" else ("weight",)
+    kinds = ("weight", "bias") if shape.norms_have_biases else ("weight",)
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
 
 

@@ -43,6 +43,7 @@ from nemo_aligner.models.internals import (
 )
 from nemo_aligner.models.layers import (
     NORMS,
+    BiaslessLayerNorm,
     ColumnLinear,
     NoNorm,
     RowLinear,
@@ -133,7 +134,7 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         # no TransformerEngine; megatron-core only checks that activation_func is supported.
         "use_te_activation_func": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
         # With this option Megatron sums the gradients of these norms over the TP ranks. Each rank
         # sees only its own heads.
@@ -265,6 +266,8 @@ class _Parts:
         A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused,
         and the norm keeps its own name in checkpoints.
         """
+        if shape.one_norm_per_layer:
+            return IdentityOp, self.key_map
         if shape.experts is None:
             return self.norm, self.key_map
         names = {name: key for name, key in self.key_map.items() if name != _MLP_NORM}
@@ -276,6 +279,8 @@ _MLP_NORM = "pre_mlp_layernorm."
 
 def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
     norm = NORMS[config.normalization]
+    if shape.normalization == "layernorm_without_bias":
+        norm = BiaslessLayerNorm
     return _Parts(
         norm=norm if shape.pre_layernorms else NoNorm,
         other_norm=norm,
@@ -309,13 +314,20 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA, nor linear attention or output gates. In fp32 it rounds to TF32 whatever
-    torch's precision setting is, so it is not used there.
+    before them, nor LoRA, nor linear attention or output gates, nor norms of queries and keys after
+    RoPE. The code path that calls them supports neither biases of all linear layers nor a parallel
+    residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used
+    there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    has_plain_attention = shape.linear_attention is None and not shape.attention_output_gate
-    is_made_of_them = has_its_norms and shape.lora is None and has_plain_attention
+    has_plain_attention = shape.linear_attention is None and not (
+        shape.attention_output_gate or shape.qk_norm_after_rope
+    )
+    has_its_norms &= shape.normalization != "layernorm_without_bias"
+    has_plain_layers = not (shape.linear_bias or shape.parallel_residual)
+    is_plain = has_plain_attention and has_plain_layers and shape.lora is None
+    is_made_of_them = has_its_norms and is_plain
     return has_parts and is_made_of_them and dtype is not torch.float32
 
 
@@ -388,7 +400,11 @@ def _layer_module(
         mlp_bda=add,
         sharded_state_dict_keys_map=key_map,
     )
-    options = {"residual_multiplier": shape.residual_multiplier}
+    options = {
+        "residual_multiplier": shape.residual_multiplier,
+        "parallel_residual": shape.parallel_residual,
+        "one_norm": shape.one_norm_per_layer,
+    }
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
 

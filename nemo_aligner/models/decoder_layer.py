@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.products import MOST_ROWS
+from nemo_aligner.models.attention.packed import Norms, norm_joined
 from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns
 from nemo_aligner.models.linear_attention import GatedDeltaNet
@@ -31,6 +32,8 @@ class PackedLayer(TransformerLayer):
 
     Args:
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
+        parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
+        one_norm: that input has attention's norm, because the MLP has none.
 
     Attributes:
         pointwise: kernels of the operations between the matmuls; scoring on a CPU uses others.
@@ -38,9 +41,18 @@ class PackedLayer(TransformerLayer):
 
     pointwise: PointwiseKernels = EAGER
 
-    def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        residual_multiplier: float = 1.0,
+        parallel_residual: bool = False,
+        one_norm: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._multiplier = residual_multiplier
+        self._is_parallel = parallel_residual
+        self._has_one_norm = one_norm
 
     def forward(
         self,
@@ -85,7 +97,7 @@ class PackedLayer(TransformerLayer):
             # Neither the sum and norm nor the split of heads is fused for MoE layers, so that runs
             # resumed from older checkpoints round as before.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
-            added, _ = self.mlp(self.pre_mlp_layernorm(hidden), self._balance(context))
+            added, _ = self.mlp(self._mlp_norm(hidden), self._balance(context))
         else:
             hidden, normed = self._add_and_norm(hidden, added)
             inner, _ = self.mlp.linear_fc1(normed, context=context)
@@ -93,11 +105,20 @@ class PackedLayer(TransformerLayer):
             added, _ = self.mlp.linear_fc2(activated, context=context)
         return torch.add(hidden, added, alpha=self._multiplier)
 
+    @property
+    def _mlp_norm(self) -> Any:
+        """The norm of the MLP's input."""
+        return self.input_layernorm if self._has_one_norm else self.pre_mlp_layernorm
+
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
-            return self.pre_mlp_layernorm(hidden, added, self._multiplier)
+        """Add attention's output to the stream; return the sum and the normed input of the MLP."""
+        if self._is_parallel:
+            normed = self._mlp_norm(hidden)
+            return torch.add(hidden, added, alpha=self._multiplier), normed
+        if isinstance(self._mlp_norm, SequenceParallelRMSNorm):
+            return self._mlp_norm(hidden, added, self._multiplier)
         hidden = torch.add(hidden, added, alpha=self._multiplier)
-        return hidden, self.pre_mlp_layernorm(hidden)
+        return hidden, self._mlp_norm(hidden)
 
     def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
         """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
@@ -120,7 +141,7 @@ class PackedLayer(TransformerLayer):
             attend = partial(core.attend, context=context)
         else:
             heads = self._split_heads(mixed)
-            attend = partial(core, packed_seq_params=context)
+            attend = partial(core, packed_seq_params=context, norms=self._norms_after_rope)
         if attention.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(attend, False, *heads)
         return attend(*heads)
@@ -132,13 +153,13 @@ class PackedLayer(TransformerLayer):
             mixed: as in ``_split_groups``.
 
         Returns:
-            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
-            norms queries and keys, but before RoPE.
+            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, before RoPE.
+            Queries and keys are normed if the model norms them before RoPE.
         """
         attention = self.self_attention
         query, _, key, value = self._split_groups(mixed)
         query = query.reshape(*query.shape[:2], -1, attention.hidden_size_per_attention_head)
-        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
+        if self._norms_before_rope:
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
 
@@ -161,6 +182,20 @@ class PackedLayer(TransformerLayer):
         gates = width // 2 if self.config.attention_output_gate else 0
         query, gate, key, value = grouped.split([width - gates, gates, channels, channels], dim=-1)
         return query, gate, key, value
+
+    @property
+    def _norms_before_rope(self) -> bool:
+        """True if queries and keys are normed before RoPE; else both norms may be IdentityOp."""
+        after_rope = self.self_attention.core_attention.norms_after_rope
+        return self.config.qk_layernorm and not after_rope
+
+    @property
+    def _norms_after_rope(self) -> Norms | None:
+        """The norms of queries and keys for attention to apply after RoPE; None if it does not."""
+        attention = self.self_attention
+        if not attention.core_attention.norms_after_rope:
+            return None
+        return attention.q_layernorm, attention.k_layernorm
 
     @property
     def _splits_and_rotates(self) -> bool:
@@ -205,9 +240,13 @@ class PackedLayer(TransformerLayer):
     def _infer_behind_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer after attention, where every row is independent."""
         added = self.self_attention.linear_proj.infer(attended)
-        norm = self.pre_mlp_layernorm
+        norm = self._mlp_norm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
-        if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
+        if self._is_parallel:
+            # Before the sum, which may be in place.
+            normed = norm.forward(hidden)
+            hidden = self._add_to_stream(added, hidden)
+        elif can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
             normed = norm.add(hidden, added)
         elif hidden.is_cuda:
             hidden, normed = self._add_and_norm(hidden, added)
@@ -253,17 +292,17 @@ class PackedLayer(TransformerLayer):
             repeats = joined.size(2) // 2
             gate = joined[:, :, repeats:-1]
             joined = torch.cat([joined[:, :, :repeats], joined[:, :, -1:]], dim=2)
-        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
-            query, key = joined[:, :, :-1], joined[:, :, -1:]
-            normed = attention.q_layernorm(query), attention.k_layernorm(key)
-            joined = torch.cat(normed, dim=2)
+        if self._norms_before_rope:
+            joined = norm_joined(joined, (attention.q_layernorm, attention.k_layernorm))
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        attended = infer(joined, value, context)
+        attended = infer(joined, value, context, self._norms_after_rope)
         if gate is not None:
             # Copy the view first: its strides would decide how threads split the elements.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
             is_cpu = gate.is_cpu
-            factors = by_whole_rows(torch.sigmoid, gate) if is_cpu else gate.sigmoid()
+            factors = (
+                by_whole_rows(torch.sigmoid, gate, is_gated=False) if is_cpu else gate.sigmoid()
+            )
             attended = attended * factors
         return attended
 

@@ -88,9 +88,11 @@ class ColumnLinear(ColumnParallelLinear):
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_, *args, **options)
+        if bias is not None:  # megatron-core leaves the sum to its fused kernels
+            output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
-        return output, bias
+        return output, None
 
     def infer(self, input_: Tensor) -> Tensor:
         """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, in ``invariant_rows`` if set.
@@ -137,9 +139,11 @@ class RowLinear(RowParallelLinear):
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
+        if bias is not None:  # megatron-core leaves the sum to its fused kernels
+            output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
-        return output, bias
+        return output, None
 
     def infer(self, input_: Tensor) -> Tensor:
         """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, like ``ColumnLinear.infer``."""
@@ -148,6 +152,8 @@ class RowLinear(RowParallelLinear):
             return RowLinear.forward(self, input_)[0]
         output = invariant_linear(input_, self.weight, None, rows)
         output = sum_partial(output, self.tp_group, self.sequence_parallel, rows)
+        if self.bias is not None:
+            output = output + self.bias
         return output if self.adapter is None else output + self.adapter(input_, rows)
 
     def sharded_state_dict(
@@ -287,25 +293,41 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return self.weight.float() + self._offset if self._offset else self.weight
 
 
-class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
-    """LayerNorm with a bias, whose weight is stored as ``gamma - 1``, as NeMo's models store it.
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm; its stored weight is gamma, or ``gamma - 1`` (NeMo's LayerNorm1P).
 
     Its parameters are marked like the weight of ``SequenceParallelRMSNorm``.
+
+    Attributes:
+        has_bias: a bias is added.
     """
+
+    has_bias = True
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
         device = torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        kind = {"dtype": config.params_dtype, "device": device}
+        super().__init__(hidden_size, eps=eps, bias=self.has_bias, **kind)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._dtype = config.params_dtype
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        normed = F.layer_norm(x, self.normalized_shape, weight + 1, bias, self.eps)
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype) if self.has_bias else None
+        if self._is_zero_centered:
+            weight = weight + 1
+        normed = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         return normed.to(self._dtype)
+
+
+class BiaslessLayerNorm(SequenceParallelLayerNorm):
+    """LayerNorm without a bias, as in Cohere's models."""
+
+    has_bias = False
 
 
 class NoNorm(torch.nn.Module):
@@ -319,4 +341,4 @@ class NoNorm(torch.nn.Module):
         return x.to(self._dtype)
 
 
-NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
+NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm}

@@ -198,7 +198,9 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     split = plan.tp if plan.sequence_parallel else 1
-    states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
+    # With a parallel residual both norms keep the same stream.
+    streams = min(norms, 1) if shape.parallel_residual else norms
+    states = ((streams + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
@@ -227,9 +229,11 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
     if shape.attention_output_gate:
         inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
-    if shape.qk_layernorm:
+    # Norms after RoPE are a part of the attention that selective recomputation computes again.
+    if shape.qk_layernorm and not (is_selective and shape.qk_norm_after_rope):
         # With selective recomputation, ``_projection_width`` includes the unsplit projection.
-        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
+        keeps_once = is_selective or plan.fused_kernels or shape.qk_norm_after_rope
+        inner += q + kv if keeps_once else 2 * q + 2 * kv
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     return heads, inner

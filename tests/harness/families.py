@@ -239,6 +239,52 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "eos_token_id": 2,
     },
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": False},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_alpha": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 100.0,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+        "tie_word_embeddings": False,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "gpt_neox_sequential": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "hidden_act": "gelu_pytorch_tanh",
+        "partial_rotary_factor": 0.5,
+    },
+    "cohere": {"model_type": "cohere"},
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        "tie_word_embeddings": False,
+    },
+    "apertus": {
+        "model_type": "apertus",
+        "head_dim": 32,
+        "rope_parameters": LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW,
+    },
 }
 
 
@@ -371,6 +417,11 @@ def single_experts(
     lazy_tensors = {
         name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.clone, tensor.__getitem__)
         for name, tensor in tensors.items()
+    }
+    # In memory transformers gives the output layer of a GPT-NeoX another name.
+    (output,) = family.untied.hf
+    lazy_tensors = {
+        output if name == "lm_head.weight" else name: lazy for name, lazy in lazy_tensors.items()
     }
     renamed = split_fused_experts(family, family.rules(config), lazy_tensors)
     return {name: tensor.read() for name, tensor in renamed.items()}

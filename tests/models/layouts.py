@@ -52,7 +52,8 @@ HYBRIDS = ["qwen3_5", "qwen3_5_untied"]
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
-    "phi3_longrope", "glm4", "exaone4_window", *HYBRIDS, *MIXTURES,
+    "phi3_longrope", "glm4", "exaone4_window", "hunyuan_alpha", "gpt_neox",
+    "starcoder2", "cohere2", "apertus", *HYBRIDS, *MIXTURES,
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 

@@ -25,8 +25,10 @@ from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
     gated_silu,
+    gelu,
     rms_norm,
     squared_relu,
+    tanh_gelu,
 )
 from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.reward_model import build_reward_model
@@ -203,21 +205,24 @@ def test_norm_in_bf16_stays_bf16() -> None:
     torch.testing.assert_close(out.float(), wanted, atol=0.02, rtol=0.01)
 
 
-@pytest.mark.parametrize("function", [gated_silu, gated_gelu, squared_relu])
+@pytest.mark.parametrize(
+    "function", [gated_silu, gated_gelu, squared_relu, gelu, tanh_gelu, torch.sigmoid]
+)
 def test_by_whole_rows_a_row_has_the_same_bits_however_many_threads_and_rows(
     function: Callable[[Tensor], Tensor],
 ) -> None:
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
+    is_gated = function in (gated_silu, gated_gelu)
     try:
-        for width in (1536, 200, 20000):
-            x = torch.randn(96, 1, 2 * width, generator=generator) * 2
+        for width in (1536, 200, 20000, 101):
+            x = torch.randn(96, 1, (1 + is_gated) * width, generator=generator) * 2
             torch.set_num_threads(1)
-            alone = torch.cat([by_whole_rows(function, row) for row in x.split(1)])
+            alone = torch.cat([by_whole_rows(function, row, is_gated) for row in x.split(1)])
             for threads in (1, 3, 5, 7):
                 torch.set_num_threads(threads)
                 for rows in (slice(0, 96), slice(0, 1), slice(7, 64), slice(32, 95)):
-                    got = by_whole_rows(function, x[rows])
+                    got = by_whole_rows(function, x[rows], is_gated)
                     assert torch.equal(got, alone[rows]), (width, threads, rows)
     finally:
         torch.set_num_threads(before)

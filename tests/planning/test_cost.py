@@ -252,6 +252,20 @@ FAMILIES |= {
         "attention_output_gate": True,
         "qk_layernorm": True,
     },
+    "biases": {"activation": "gelu", "normalization": "layernorm", "bias": True},
+    "parallel_residual": {
+        "activation": "gelu",
+        "normalization": "layernorm",
+        "bias": True,
+        "parallel_residual": True,
+    },
+    "one_norm": {
+        "normalization": "layernorm_without_bias",
+        "parallel_residual": True,
+        "one_norm_per_layer": True,
+    },
+    "xielu": {"activation": "xielu", "qk_layernorm": True},
+    "norms_after_rope": {"qk_layernorm": True, "qk_norm_after_rope": True},
 }
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
 LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}

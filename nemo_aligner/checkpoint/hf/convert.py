@@ -170,7 +170,7 @@ def _convert(
     choice: str | None,
     options: _ContractOptions,
 ) -> ConversionSummary:
-    family = find_family(source.config.get("model_type"))
+    family = find_family(source.config.get("model_type"), source.config)
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
     source = _without_dropped(family, replace(source, tensors=single_experts))

@@ -151,7 +151,7 @@ class FoundHead:
         """
         family = find_family(source.config.get("model_type"))
         for key, neutral in _LOGIT_SETTINGS.items():
-            value = source.config.get(key, 30.0 if (family.name, key) == _CAPPED else neutral)
+            value = source.config.get(key, _LOGIT_DEFAULTS.get((family.name, key), neutral))
             if value not in (None, neutral):
                 raise CheckpointError(
                     f"{key}: got {shown(value)}. This setting changes the logits after the output "
@@ -245,7 +245,12 @@ class FoundHead:
 # Settings that change logits after the output layer, and the values that leave them unchanged.
 # Gemma 2's classes cap logits even if the config does not have the setting.
 _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-_CAPPED = ("gemma2", "final_logit_softcapping")
+# Defaults of transformers' classes that are not neutral.
+_LOGIT_DEFAULTS = {
+    ("gemma2", "final_logit_softcapping"): 30.0,
+    ("cohere", "logit_scale"): 0.0625,
+    ("cohere2", "logit_scale"): 0.0625,
+}
 
 
 def find_head(source: Source, choice: str | None = None) -> FoundHead | None:

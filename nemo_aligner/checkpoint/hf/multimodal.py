@@ -47,6 +47,7 @@ _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _UNSUPPORTED_REASONS = {
     "gemma3n": "its decoder has embeddings in every layer",
+    "gemma4": "its decoder has two sizes of heads, and layers that share keys",
     "llama4": "the layout of its experts is not supported",
     "mllama": "layers of its decoder attend to images",
     "paligemma": "its decoder attends to a prompt in both directions",

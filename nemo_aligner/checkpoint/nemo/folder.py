@@ -461,6 +461,10 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     """
     class_settings = _read_gemma_settings(model, location)
     _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, location)
+    # Biases of all linear layers are supported in archives of this package only. megatron-core's
+    # default is to have them.
+    biases = {"add_bias_linear": model.get("add_bias_linear", True)}
+    _check_neutral({"add_bias_linear": (False,)}, biases, location)
     gated = bool(model.get("gated_linear_unit"))
     function = _last_name(model.get("activation_func"))
     config = {
@@ -470,8 +474,8 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
         "normalization": _translate(_NORMS, model.get("normalization"), "normalization", location),
         "activation": _translate(_ACTIVATIONS, (gated, function), "activation_func", location),
-        # If a key is missing, use megatron-core's default.
-        "bias": bool(model.get("add_bias_linear", True)),
+        "bias": False,
+        # megatron-core's defaults for missing keys.
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
         "rotary_percentage": model.get("rotary_percent", 1.0),

@@ -6,9 +6,11 @@ It applies RoPE to queries and keys, and hands a layer's heads to one of the bac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -31,12 +33,25 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext
 
+Norms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""The norms of queries and of keys, over the last axis or over all heads."""
+
+
+def norm_joined(joined: Tensor, norms: Norms) -> Tensor:
+    """Norm ``joined [T, groups, repeats + 1, c]``: for each group its query heads, then its key."""
+    norm_queries, norm_keys = norms
+    return torch.cat([norm_queries(joined[:, :, :-1]), norm_keys(joined[:, :, -1:])], dim=2)
+
 
 class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` to ``key`` and ``value [T, 1, groups, c]``.
 
     It applies RoPE to queries and keys, if the layer has RoPE. Then each segment attends causally
     to itself and to its chain of prefixes. It returns ``[T, 1, heads * c]``.
+
+    Attributes:
+        norms_after_rope: the layer passes the norms of queries and keys, because they come after
+            RoPE.
     """
 
     def __init__(
@@ -46,6 +61,7 @@ class PackedAttention(MegatronModule):
         self.layer_number = layer_number
         self.scores = scores_of(shape, layer_number)
         self.rotation = rotation_of(shape, layer_number)
+        self.norms_after_rope = shape.qk_layernorm and shape.qk_norm_after_rope
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
 
@@ -64,6 +80,7 @@ class PackedAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: PackContext | None = None,
+        norms: Norms | None = None,
         **unused: Any,
     ) -> Tensor:
         if packed_seq_params is None:
@@ -73,6 +90,8 @@ class PackedAttention(MegatronModule):
         if self.rotation is not None:
             tables = packed_seq_params.tables[self.rotation]
             query, key = (rotate(heads, *tables) for heads in (query, key))
+        if norms is not None:
+            query, key = norms[0](query), norms[1](key)
         query, key, value = (heads.squeeze(1) for heads in (query, key, value))
         return self.attend(query, key, value, packed_seq_params)
 
@@ -86,13 +105,16 @@ class PackedAttention(MegatronModule):
         case = self._case(query, query.size(1), key.size(1), context.segments)
         return self._attend(Heads(self.layer_number, (query, key), value), context, case)
 
-    def infer_on_cpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
+    def infer_on_cpu(
+        self, joined: Tensor, value: Tensor, context: PackContext, norms: Norms | None = None
+    ) -> Tensor:
         """Attend without gradients; a token's output is bit-identical in every pack.
 
         Args:
             joined: ``[T, groups, repeats + 1, c]``: for each group its query heads, then its key,
                 before RoPE. The tensor may be overwritten.
             value: ``[T, groups, c]``.
+            norms: norms of queries and keys, if they come after RoPE.
         """
         groups, width = joined.shape[1:3]
         case = self._case(joined, groups * (width - 1), groups, context.segments)
@@ -101,11 +123,15 @@ class PackedAttention(MegatronModule):
             # scores.
             rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
             joined = rotate_heads(joined, *context.tables[self.rotation])
+        if norms is not None:
+            joined = norm_joined(joined, norms)
         if context.query_scale is not None:
             joined[:, :, :-1] *= context.query_scale[..., None]
         return self._attend(Heads(self.layer_number, joined, value), context, case)
 
-    def infer_on_gpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
+    def infer_on_gpu(
+        self, joined: Tensor, value: Tensor, context: PackContext, norms: Norms | None = None
+    ) -> Tensor:
         """Attend without gradients on a GPU; arguments and result are those of ``infer_on_cpu``.
 
         Queries are copied, but keys stay views of ``joined``, because GPU kernels read strided
@@ -113,6 +139,8 @@ class PackedAttention(MegatronModule):
         """
         if self.rotation is not None:
             joined = rotate(joined, *context.tables[self.rotation])
+        if norms is not None:
+            joined = norm_joined(joined, norms)
         query, key = joined[:, :, :-1].flatten(1, 2), joined[:, :, -1]
         return self.attend(query, key, value, context)
 

@@ -21,6 +21,8 @@ from torch.autograd import Function
 # The most elements that torch gives to one thread while others are free: at::internal::GRAIN_SIZE,
 # and GELU's own limit (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
+# More elements than torch computes in one step of a vector register, of any dtype and processor.
+_REGISTER = 64
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -36,16 +38,23 @@ def gated_gelu(x: Tensor) -> Tensor:
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
-def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_gated: bool = True) -> Tensor:
     """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
     torch splits the elements evenly over its threads. A thread uses a different exponential for its
     last elements, if they do not fill a vector register. Zero rows are added until every thread
-    gets whole rows. Then these elements are at the same place in every row.
+    gets whole rows. Then these elements are at the same place in every row. Rows that are not
+    gated follow one another in memory, so they are also padded to whole vector registers.
+
+    Args:
+        is_gated: the result has half as many elements as ``x``, because one half gates the other.
     """
     if x.size(0) == 0:
         return function(x)
-    rows, width = x.size(0), x.numel() // x.size(0) // 2
+    channels = x.size(-1)
+    if not is_gated and channels % _REGISTER:
+        return by_whole_rows(function, F.pad(x, (0, -channels % _REGISTER)), False)[..., :channels]
+    rows, width = x.size(0), x.numel() // x.size(0) // (1 + is_gated)
     fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
     if fitting == rows:
         return function(x)
@@ -66,6 +75,52 @@ def _splits_by_rows(rows: int, width: int) -> bool:
 def squared_relu(x: Tensor) -> Tensor:
     """Compute ``relu(x)^2`` (Primer, So et al. 2021); save ``relu(x)`` for the backward pass."""
     return F.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Compute the exact GELU, ``x * Phi(x)`` (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """Compute GELU's tanh approximation (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def xielu(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, limit: Tensor) -> Tensor:
+    """Compute xIELU (Huang and Schlag 2024, arXiv:2411.13010) of ``x [..., c]``.
+
+    It is ``positive x^2 + beta x`` for x above 0, and ``negative (expm1(min(x, limit)) - x) + beta
+    x`` elsewhere. Only ``x`` and the scalars are saved for the backward pass.
+    """
+    return _XIELU.apply(x, positive, negative, beta, limit)
+
+
+class _XIELU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *scalars: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *scalars)
+        positive, negative, beta, limit = scalars
+        out = torch.minimum(x, limit).expm1_().sub_(x).mul_(negative)
+        squares = (x * positive).mul_(x)
+        return torch.where(x > 0, squares, out, out=out).addcmul_(x, beta)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (x, positive, negative, beta, limit), (grad,) = ctx.saved_tensors, grads
+        is_positive = x > 0
+        exponential = torch.minimum(x, limit).expm1_()
+        # Each of these is as large as x, so it is summed and freed before the next one is made.
+        curves = (exponential - x).mul_(grad).masked_fill_(is_positive, 0.0)
+        to_negative = curves.sum(dtype=torch.float32).to(negative.dtype)
+        del curves
+        squares = (x * x).mul_(grad).masked_fill_(~is_positive, 0.0)
+        to_positive = squares.sum(dtype=torch.float32).to(positive.dtype)
+        del squares
+        # The derivative of expm1 is 1 + expm1, and 0 where the limit replaces x.
+        slope = exponential.masked_fill_(x >= limit, -1.0).mul_(negative)
+        torch.where(is_positive, x * (2 * positive), slope, out=slope)
+        return slope.add_(beta).mul_(grad), to_positive, to_negative, None, None
 
 
 _gelu = partial(F.gelu, approximate="tanh")

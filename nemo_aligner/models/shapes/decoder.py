@@ -39,6 +39,10 @@ _NAMED_LATER = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_output_gate": False,
+    "qk_norm_after_rope": False,
+    "linear_bias": False,
+    "parallel_residual": False,
+    "one_norm_per_layer": False,
 }
 
 
@@ -47,10 +51,11 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or
-            ``squared-relu``, which has no gate.
-        normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
-            is gamma - 1.
+        activation: the MLP's activation: ``swiglu`` or ``geglu`` (with tanh GELU); or, without a
+            gate, ``squared-relu``, ``gelu``, ``gelu-tanh`` (GELU's tanh approximation), or
+            ``xielu``, which has two learned parameters in each layer.
+        normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
+            same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
         qk_layernorm_across_heads: the norms of queries and keys take their statistics over all
             heads together, as in OLMo 2, rather than over each head.
@@ -83,6 +88,13 @@ class ModelShape:
             have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
+        qk_norm_after_rope: the norms of queries and keys come after RoPE, as in HunYuan, rather
+            than before it.
+        linear_bias: all linear layers have biases, not only those of queries, keys and values.
+        parallel_residual: the MLP reads the layer's normed input, as attention does, and not the
+            sum of input and attention: ``x + attention(norm(x)) + mlp(norm'(x))``, as in GPT-NeoX.
+        one_norm_per_layer: with a parallel residual, attention and MLP have the same norm, as in
+            Cohere: ``x + attention(norm(x)) + mlp(norm(x))``.
     """
 
     num_layers: int
@@ -128,6 +140,10 @@ class ModelShape:
     linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+    qk_norm_after_rope: bool = False
+    linear_bias: bool = False
+    parallel_residual: bool = False
+    one_norm_per_layer: bool = False
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -196,7 +212,12 @@ class ModelShape:
     @property
     def is_gated(self) -> bool:
         """True if the MLP multiplies its activation by a second linear projection of the input."""
-        return self.activation != "squared-relu"
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def norms_have_biases(self) -> bool:
+        """True if the norms are LayerNorms with a bias."""
+        return self.normalization in ("layernorm", "layernorm1p")
 
     @property
     def softmax_scale(self) -> float | None:
@@ -303,11 +324,17 @@ class ModelShape:
 
         This shape must be the one that ``of_layer`` returns for that layer.
         """
-        places = 2 * self.pre_layernorms + 2 * self.post_layernorms
+        places = 2 * (self.pre_layernorms + self.post_layernorms) - self.one_norm_per_layer
         norms = places * self.norm_parameters(self.hidden_size)
         split, replicated = self._mixer_parameters()
         if self.experts is None:
             mlp = self._mlp_matrices * self.hidden_size * self.ffn_hidden_size
+            if self.linear_bias:
+                # The biases of linear_fc1, and of linear_proj and linear_fc2.
+                mlp += (1 + self.is_gated) * self.ffn_hidden_size
+                replicated += 2 * self.hidden_size
+            if self.activation == "xielu":
+                replicated += 2
             return split + mlp, norms + replicated
         *parts, routers = self.experts.parameters(self.hidden_size, self._mlp_matrices)
         return split + sum(parts), norms + replicated + routers
@@ -331,7 +358,7 @@ class ModelShape:
 
     def norm_parameters(self, width: int) -> int:
         """Count the parameters of a norm over ``width`` channels; a LayerNorm also has biases."""
-        return width * (2 if self.normalization == "layernorm1p" else 1)
+        return width * (1 + self.norms_have_biases)
 
     def query_key_cost(self) -> float:
         """Return attention's FLOPs for a query and a key, relative to a token's linear layers.

@@ -102,7 +102,8 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
                 f"model_config.yaml: {name}: got {shown(value)}, wanted true or false"
             )
     shared = config.get(SHARED_WIDTH)
-    if config.get("post_layernorms") or config.get("activation") == "squared-relu":
+    ungated = ("squared-relu", "gelu", "gelu-tanh", "xielu")
+    if config.get("post_layernorms") or config.get("activation") in ungated:
         raise CheckpointError(
             f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or an "
             "MLP without a gate, which is not supported. Such models are supported without experts."

@@ -12,9 +12,9 @@ from nemo_aligner.config.common import (
     optional_number_of_config,
     read_count,
 )
-from nemo_aligner.models.shapes.experts import read_experts
+from nemo_aligner.models.shapes.experts import EXPERT_COUNT, read_experts
 from nemo_aligner.models.shapes.frequency import read_frequency
-from nemo_aligner.models.shapes.linear_attention import read_linear_attention
+from nemo_aligner.models.shapes.linear_attention import ATTENTION_VARIANT, read_linear_attention
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 
@@ -61,11 +61,12 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     normalization = config.get("normalization", "rmsnorm")
     window = read_window(config.get("window_size"))
     return {
-        "activation": config.get("activation", "swiglu").removeprefix("fast-"),
+        "activation": _read_activation(config),
         "normalization": normalization,
         "layernorm_zero_centered_gamma": normalization == "layernorm1p"
         or bool(config.get("layernorm_zero_centered_gamma")),
-        "qkv_bias": bool(config.get("qkv_bias")),
+        # In NeMo, biases of all linear layers include those of queries, keys and values.
+        "qkv_bias": bool(config.get("qkv_bias") or config.get("bias")),
         "qk_layernorm": bool(config.get("qk_layernorm")),
         "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
         "zero_query_groups": _read_zero_groups(config),
@@ -81,7 +82,17 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_output_gate": bool(config.get("attention_output_gate")),
         "experts": read_experts(config),
         **read_linear_attention(config),
+        "qk_norm_after_rope": bool(config.get("qk_norm_after_rope")),
+        "linear_bias": bool(config.get("bias")),
+        "parallel_residual": bool(config.get("parallel_residual")),
+        "one_norm_per_layer": bool(config.get("one_norm_per_layer")),
     }
+
+
+def _read_activation(config: Mapping[str, Any]) -> str:
+    """Read the MLP's activation; NeMo's key ``openai_gelu`` makes a GELU the tanh approximation."""
+    activation = config.get("activation", "swiglu").removeprefix("fast-")
+    return "gelu-tanh" if activation == "gelu" and config.get("openai_gelu") else activation
 
 
 def _read_zero_groups(config: Mapping[str, Any]) -> int:
@@ -93,10 +104,19 @@ def _read_zero_groups(config: Mapping[str, Any]) -> int:
 
 # Supported values of each key; the first one is the default where the key is missing.
 _SUPPORTED = {
-    "normalization": ("rmsnorm", "layernorm1p"),
-    "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
+    "normalization": ("rmsnorm", "layernorm1p", "layernorm", "layernorm_without_bias"),
+    "activation": (
+        "fast-swiglu",
+        "swiglu",
+        "geglu",
+        "fast-geglu",
+        "squared-relu",
+        "gelu",
+        "gelu-tanh",
+        "xielu",
+    ),
     "position_embedding_type": ("rope", "yarn", "longrope"),
-    "bias": (False,),
+    "bias": (False, True, None),
     **dict.fromkeys(
         (
             "qkv_bias",
@@ -108,6 +128,9 @@ _SUPPORTED = {
             "layernorm_zero_centered_gamma",
             "scale_positional_embedding",
             "share_embeddings_and_output_weights",
+            "qk_norm_after_rope",
+            "parallel_residual",
+            "one_norm_per_layer",
         ),
         (False, True, None),
     ),
@@ -128,3 +151,36 @@ def check_supported(config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"model_config.yaml: {key}: got {shown(value)}, wanted {expected}"
             )
+    _check_combinations(config)
+
+
+# Keys of which a dense layer with attention may have several, but no layer of another kind any.
+_OF_DENSE_LAYERS = ("bias", "parallel_residual")
+_OTHER_KINDS = (EXPERT_COUNT, ATTENTION_VARIANT)
+
+
+def _check_combinations(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for two keys whose layers cannot be combined."""
+    pairs = [(key, other) for key in _OF_DENSE_LAYERS for other in _OTHER_KINDS]
+    for key, other in (*pairs, ("parallel_residual", "post_layernorms")):
+        if config.get(key) and config.get(other):
+            raise CheckpointError(
+                f"model_config.yaml: {key}: got {shown(config[key])} together with {other}="
+                f"{shown(config[other])}, which is not supported"
+            )
+    if config.get("one_norm_per_layer") and not config.get("parallel_residual"):
+        raise CheckpointError(
+            "model_config.yaml: one_norm_per_layer: got True without parallel_residual, which is "
+            "not supported"
+        )
+    unsupported = [key for key in ("post_layernorms", "qk_layernorm") if config.get(key)]
+    if config.get("normalization") == "layernorm_without_bias" and unsupported:
+        raise CheckpointError(
+            "model_config.yaml: normalization: got layernorm_without_bias together with "
+            f"{unsupported[0]}=True, which is not supported"
+        )
+    if config.get("parallel_residual") and config.get("pre_layernorms") is False:
+        raise CheckpointError(
+            "model_config.yaml: parallel_residual: got True together with pre_layernorms=False, "
+            "which is not supported"
+        )

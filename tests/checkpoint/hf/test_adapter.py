@@ -82,7 +82,7 @@ def test_adapter_on_the_base_model_is_the_whole_export(
         torch.testing.assert_close(full[name], weight + added, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite", "qwen3_5"])
+@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite", "qwen3_5", "gpt_neox"])
 def test_adapter_of_fused_and_reordered_weights_is_checked(
     case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
@@ -91,11 +91,14 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "checked: 7 samples" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
+    fused = {"phi3_untied": ["qkv_proj"], "gpt_neox": ["query_key_value"]}
+    parts = fused.get(case, ["k_proj", "q_proj", "v_proj"])
     if case == "qwen3_5":
         parts += [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
     # transformers has no class for a Granite, so the card defines one.
-    parts += ["gate_proj", "up_proj"] if case in ("granite", "qwen3_5") else ["gate_up_proj"]
+    gates = ["gate_proj", "up_proj"]
+    mlps = {"granite": gates, "qwen3_5": gates, "gpt_neox": ["dense_h_to_4h"]}
+    parts += mlps.get(case, ["gate_up_proj"])
     assert config["target_modules"] == sorted(parts)
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("GenericForSequenceClassification" in card) == (case == "granite")

@@ -235,7 +235,7 @@ def test_conversion_reads_tensors_one_by_one(
 def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Path) -> None:
     """Unsupported settings and missing files are refused."""
     settings = config_edits(
-        ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
+        ({"model_type": "mamba"}, "got 'mamba', which is not supported: state-space"),
         ({"attention_bias": True}, "attention_bias: got True"),
         ({"mlp_bias": True}, "mlp_bias: got True"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),

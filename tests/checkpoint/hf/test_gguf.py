@@ -50,7 +50,18 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 # Families that llama.cpp does not have, or whose files it names "chatglm", which is not read; and
 # what no file can say: a rotation of other constants than Llama 3's, a dynamic one, some of YaRN's
 # settings, and layers of a SmolLM3 without a rotation but every fourth.
-NOT_READ = ("ministral", "glm", "helium", "qwen3_5_text")
+NOT_READ = (
+    "ministral",
+    "glm",
+    "helium",
+    "qwen3_5_text",
+    "hunyuan_v1_dense",
+    "gpt_neox",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "apertus",
+)
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [
     case
@@ -134,7 +145,7 @@ def test_gguf_of_another_architecture_is_refused_by_its_header(
     writer.write_ti_data_to_file()
     writer.close()
     monkeypatch.setattr(gguf, "GGUFReader", pytest.fail)
-    with pytest.raises(CheckpointError, match=r"got 'mamba', wanted one of: llama, .*, olmoe\. "):
+    with pytest.raises(CheckpointError, match=r"got 'mamba', wanted one of: llama, .*, olmoe, "):
         convert(tmp_path / "m.gguf", tmp_path / "out.nemo")
 
 

@@ -444,6 +444,7 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")
     write_hf_checkpoint(tmp_path / "gemma2", "gemma2")
     write_hf_checkpoint(tmp_path / "granite", "granite")
+    write_hf_checkpoint(tmp_path / "cohere2", "cohere2")
     rows = tiny.SHAPE["vocab_size"]
     for source, choice, config, message in (
         ("llama", "lm_head:", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
@@ -463,6 +464,7 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
         ("llama", None, {"classifier_from_token": ["a", "b", "c"]}, "wanted two tokens with"),
         ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0. This setting changes"),
         ("granite", "lm_head:0", {}, "logits_scaling: got 4.0. This setting changes"),
+        ("cohere2", "lm_head:0", {}, "logit_scale: got 0.0625. This setting changes"),
     ):
         edit(tmp_path / source, **{"classifier_from_token": None, **config})
         with pytest.raises(CheckpointError) as caught:

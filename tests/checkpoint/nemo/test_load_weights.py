@@ -218,7 +218,7 @@ NOT_BUILT = [
     ),
     ({"activation_func": foreign.function("torch.nn.functional.gelu")}, "activation_func"),
     ({"normalization": "BatchNorm"}, "normalization: got 'BatchNorm'"),
-    ({"add_bias_linear": True}, "bias: got True"),
+    ({"add_bias_linear": True}, "add_bias_linear: got True"),
     ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
     ({"num_layers": 5}, "4 layers of shape.*imply 5"),
     ({"num_query_groups": None}, "linear_qkv"),

@@ -19,8 +19,8 @@ from tests.serving.engine import cached_layouts
 from tests.serving.engine.batch_invariance import traffic
 from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
 
-# Full attention, windows, and windows in every other layer with softcaps.
-CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3")
+# Full attention, windows, windows in every other layer with softcaps, and norms after RoPE.
+CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3", "hunyuan")
 SIZES = {
     "one": LayoutSizes(),
     "TP=2": LayoutSizes(tp=2),

@@ -4,8 +4,11 @@
 - ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
-- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
+- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
+  decoders with these names and relatives.
+- ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``mixtures``: mixture-of-experts (MoE) models.
+- ``unsupported``: why a model of no family is rejected, and which families are near.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
@@ -17,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_aligner.checkpoint.hf.families.apertus import APERTUS
 from nemo_aligner.checkpoint.hf.families.base import (
     GgufFormat,
     ModelFamily,
     describe_differences_from_llama,
 )
+from nemo_aligner.checkpoint.hf.families.cohere import COHERE, COHERE2
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
-from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
 from nemo_aligner.checkpoint.hf.families.llama import (
     ARCEE,
     GRANITE,
@@ -37,9 +43,11 @@ from nemo_aligner.checkpoint.hf.families.llama import (
 )
 from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
+from nemo_aligner.checkpoint.hf.families.neox import GPT_NEOX, STARCODER2
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
+from nemo_aligner.checkpoint.hf.families.unsupported import unsupported_model
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
@@ -72,6 +80,13 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    ERNIE4_5,
+    HUNYUAN,
+    GPT_NEOX,
+    STARCODER2,
+    COHERE,
+    COHERE2,
+    APERTUS,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 
@@ -94,15 +109,17 @@ def register_family(family: ModelFamily) -> None:
     _FAMILIES[family.name] = family
 
 
-def find_family(model_type: Any) -> ModelFamily:
+def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
     """Return the family with this ``model_type`` in ``config.json``.
 
+    Args:
+        config: the whole ``config.json``, from which the error tells what the model lacks.
+
     Raises:
-        CheckpointError: there is no such family.
+        CheckpointError: there is no such family. The message tells why, and which are near.
     """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        supported = ", ".join(_FAMILIES)
-        raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {supported}")
+        raise unsupported_model(model_type, config or {}, _FAMILIES)
     return _FAMILIES[model_type]
 
 

@@ -472,6 +472,10 @@ PLAIN: Mapping[str, Any] = {
     "attention_output_gate": False,
     "experts": None,
     "linear_attention": None,
+    "qk_norm_after_rope": False,
+    "linear_bias": False,
+    "parallel_residual": False,
+    "one_norm_per_layer": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

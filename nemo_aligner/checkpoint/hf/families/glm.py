@@ -1,4 +1,4 @@
-"""GLM-4 (``glm`` and ``glm4``) and Helium, whose RoPE rotates pairs of neighbouring channels.
+"""GLM-4 (``glm``, ``glm4``), Helium, ERNIE 4.5: RoPE rotates pairs of neighbouring channels.
 
 A NeMo config of these models names its family. Its other settings could be those of a Llama, whose
 Hugging Face tensors have other names or another order of rows.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 
 # GLM-4: RoPE rotates half of a head's channels, and the gate and up projections are one tensor.
 
@@ -71,4 +73,24 @@ HELIUM = ModelFamily(
         settings.decoder_to_hf, model_type="helium", attention_bias=False, mlp_bias=False
     ),
     layer=base.layer_rules_with(attention=(base.interleaved(base.QKV), base.PROJECTION)),
+)
+
+
+# ERNIE 4.5, the dense models: like Helium, with other defaults.
+
+
+def _ernie_to_nemo(config: Config) -> dict[str, Any]:
+    HfSettings(config).only("use_bias", False, None)
+    return settings.decoder_to_nemo(
+        config, name="ernie4_5", epsilon=1e-5, base=500000.0, head_dim=128, tied=True
+    )
+
+
+ERNIE4_5 = ModelFamily(
+    name="ernie4_5",
+    to_nemo=_ernie_to_nemo,
+    to_hf=partial(settings.decoder_to_hf, model_type="ernie4_5", use_bias=False),
+    layer=HELIUM.layer,
+    # llama.cpp, too, rotates neighbouring channels for this architecture.
+    gguf=GgufFormat("ernie4_5"),
 )
