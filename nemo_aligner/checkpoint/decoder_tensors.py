@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.utils.errors import ConfigError
 
 # Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.
@@ -73,7 +74,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def _mixer(shape: ModelShape) -> Shapes:
-    """Return the shapes of the weights of attention, or of linear attention."""
+    """Return the shapes of the weights of attention, of whichever kind the layer has."""
     hidden, channels = shape.hidden_size, shape.kv_channels
     linear = shape.linear_attention
     if linear is not None:
@@ -85,6 +86,8 @@ def _mixer(shape: ModelShape) -> Shapes:
             "self_attention.dt_bias": (linear.num_value_heads,),
             "self_attention.norm_weight": (linear.value_head_dim,),
         }
+    if shape.latent_attention is not None:
+        return _latent_attention(shape.latent_attention, hidden)
     heads = shape.num_attention_heads * channels
     # The fused projection computes the queries of all heads, their output gates if there are any,
     # and one key and one value for each query group.
@@ -99,6 +102,20 @@ def _mixer(shape: ModelShape) -> Shapes:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+    return tensors
+
+
+def _latent_attention(latent: LatentAttentionShape, hidden: int) -> Shapes:
+    tensors: Shapes = {
+        "self_attention.linear_qkv.weight": (latent.projection_width, hidden),
+        "self_attention.linear_proj.weight": (hidden, latent.value_width),
+        "self_attention.kv_layernorm.weight": (latent.kv_lora_rank,),
+        "self_attention.linear_kv_up_proj.weight": (latent.key_value_width, latent.kv_lora_rank),
+    }
+    if latent.q_lora_rank is not None:
+        tensors["self_attention.q_layernorm.weight"] = (latent.q_lora_rank,)
+        up = (latent.query_width, latent.q_lora_rank)
+        tensors["self_attention.linear_q_up_proj.weight"] = up
     return tensors
 
 

@@ -41,6 +41,14 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
 CASES: dict[str, dict[str, Any]] = {
@@ -209,6 +217,16 @@ CASES: dict[str, dict[str, Any]] = {
         **DELTA_NET,
         # The last layer has a state, and the stages of a pipeline have other kinds.
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 4},
+    "deepseek_v3_untied": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 4,
+        "rope_interleave": False,
+        "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
         "tie_word_embeddings": False,
     },
     "qwen3_moe": {

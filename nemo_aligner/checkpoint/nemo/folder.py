@@ -411,12 +411,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mup": (False, None),
 }
 # Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
-# (MoE) model and of linear attention have other shapes in Megatron's checkpoints.
+# (MoE) model, of linear and of latent attention have other shapes in Megatron's checkpoints.
 _SUPPORTED_IN_ARCHIVES = (
     "num_moe_experts",
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
+    "multi_latent_attention",
 )
 # Gemma 2's settings. NeMo applies the window in the layers in which Google's model has none, so
 # Gemma 2 is not supported. final_logit_softcapping is not listed, because it changes no hidden

@@ -14,6 +14,10 @@ from nemo_aligner.config.common import (
 from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
+from nemo_aligner.models.shapes.latent_attention import (
+    LatentAttentionShape,
+    read_latent_attention,
+)
 from nemo_aligner.models.shapes.layer import check_supported, read_layer
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 from nemo_aligner.models.shapes.lora import LoraShape, read_lora
@@ -83,6 +87,9 @@ class ModelShape:
             have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
+        latent_attention: sizes of multi-head latent attention, which all layers then have;
+            ``kv_channels`` and ``rotary_percentage`` are those of its queries and keys. None for
+            other attention.
     """
 
     num_layers: int
@@ -128,6 +135,7 @@ class ModelShape:
     linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+    latent_attention: LatentAttentionShape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -156,6 +164,9 @@ class ModelShape:
         groups = count_of_config(config, "num_query_groups", heads)
         channels = count_of_config(config, "kv_channels", hidden // heads)
         rotated = number_of_config(config, "rotary_percentage", 1.0)
+        latent = read_latent_attention(config)
+        if latent is not None:
+            channels, rotated = latent.key_channels, latent.rotary_percentage
         if heads % groups != 0:
             raise CheckpointError(
                 f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
@@ -191,6 +202,7 @@ class ModelShape:
             **read_layer(config),
             lora=read_lora(config),
             head=read_head_shape(config),
+            latent_attention=latent,
         )
 
     @property
@@ -201,7 +213,9 @@ class ModelShape:
     @property
     def softmax_scale(self) -> float | None:
         """Factor of the attention scores; None is ``kv_channels ** -0.5``."""
-        scalar = self.query_pre_attn_scalar
+        scalar, latent = self.query_pre_attn_scalar, self.latent_attention
+        if latent is not None:
+            return latent.score_factor * latent.key_channels**-0.5
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
@@ -261,6 +275,8 @@ class ModelShape:
         key = "model.tensor_model_parallel_size"
         if self.linear_attention is not None:
             self.linear_attention.check_fits(tp)
+        if self.latent_attention is not None:
+            self.latent_attention.check_fits(tp)
         if self.experts is not None:
             self.experts.check_fits(tp, ep)
         elif ep > 1:
@@ -313,9 +329,11 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count ``layer_parameters`` of attention or linear attention alone."""
+        """Count ``layer_parameters`` of attention alone, of whichever kind it is."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
+        if self.latent_attention is not None:
+            return self.latent_attention.parameters(self.hidden_size)
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
         return self._attention_parameters() + self.qkv_bias * biases, norms
@@ -352,6 +370,8 @@ class ModelShape:
 
     def _attention_parameters(self) -> int:
         """Count the parameters of the weight matrices of a layer's attention."""
+        if self.latent_attention is not None:
+            return self.latent_attention.parameters(self.hidden_size)[0]
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         return self.hidden_size * ((2 + self.attention_output_gate) * heads + 2 * groups)

@@ -22,6 +22,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     describe_differences_from_llama,
 )
+from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.llama import (
@@ -72,6 +73,7 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    DEEPSEEK_V3,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

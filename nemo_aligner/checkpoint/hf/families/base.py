@@ -34,6 +34,10 @@ def _keep_unsplit(tensor: Tensor, config: Config) -> Sequence[Tensor]:
     return (tensor,)
 
 
+def _always(config: Config) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Rule:
     """Translation of a Megatron tensor to one or more Hugging Face tensors, and back.
@@ -47,6 +51,7 @@ class Rule:
         is_by_group: the first axis of the tensor is divided into query groups. The tensors in
             ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
             query groups, although its name is one of these.
+        is_in: tells from the NeMo config if a model has the tensor.
     """
 
     megatron: str
@@ -54,6 +59,7 @@ class Rule:
     join: Join = _copy
     split: Split = _keep_unsplit
     is_by_group: bool | None = False
+    is_in: Callable[[Config], bool] = _always
 
     @property
     def group_axis(self) -> int | None:
@@ -472,6 +478,7 @@ PLAIN: Mapping[str, Any] = {
     "attention_output_gate": False,
     "experts": None,
     "linear_attention": None,
+    "latent_attention": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -537,6 +544,7 @@ class ModelFamily:
                 # A family whose models may have biases always has the rule for them; ``qkv_bias``
                 # tells if this model has biases.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
+                if rule.is_in(config)
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
         ]
