@@ -180,10 +180,12 @@ def mixer_widths(shape: ModelShape) -> tuple[int, int]:
     """Return the outputs of a layer's first projection, and the inputs of its second one.
 
     Args:
-        shape: ``ModelShape.of_layer`` of a layer with attention or linear attention.
+        shape: ``ModelShape.of_layer`` of a layer with attention of any kind.
     """
     if shape.linear_attention is not None:
         return shape.linear_attention.projection_width, shape.linear_attention.value_width
+    if shape.latent_attention is not None:
+        return shape.latent_attention.projection_width, shape.latent_attention.value_width
     _, _, q, kv = widths(shape)
     return (1 + shape.attention_output_gate) * q + 2 * kv, q
 
@@ -365,6 +367,8 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     if shape.experts is not None:
         mlp += h * shape.experts.count
     linear = 2.0 * packs.tokens * h * outputs + 2.0 * rows * (inputs * h + mlp)
+    if shape.latent_attention is not None:
+        linear += 2.0 * packs.tokens * shape.latent_attention.up_parameters
     if shape.linear_attention is not None:
         return linear, packs.tokens * _linear_attention_flops(shape.linear_attention)
     return linear, 4.0 * packs.tokens * packs.keys * q
@@ -465,6 +469,8 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     - Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather, each of
       which sends half as many bytes. It gathers the inputs of two linear layers again, for the
       gradients of their weights.
+    - With latent attention, tensor parallelism also all-gathers the latents, and all-reduces their
+      gradients. Each of the two parts of an all-reduce sends as much as the all-gather.
     - Context parallelism all-gathers a layer's keys and values in the forward and in the backward
       pass, and reduce-scatters their gradients. Each collective sends ``(c - 1) / c`` of the
       tensor. In a ring (``Plan.ring``), gradients also take the last hop, back to their own rank.
@@ -480,7 +486,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     ring = (plan.tp - 1) / plan.tp * states
     *_, kv = widths(shape)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
-    gathers, exchanges = 0.0, 0
+    gathers, exchanges, latents = 0.0, 0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
     # The first stage reduces the output of the embedding, whose rows are split over t ranks.
     reductions = 1.0 if stage == 0 else 0.0
@@ -489,10 +495,12 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
+        latents += 1
         exchanges += 2 * (forward - 1)
         if has_backward(plan, stage, layer):
             passes = 2 if is_recomputed(shape, plan, layer) else 1
             gathers += passes + 1 + home
+            latents += passes + 1
             exchanges += 2 * (forward - 1) * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
@@ -503,7 +511,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
     return Traffic(
-        tensor=plan.packs.count * reductions * 2 * ring,
+        tensor=plan.packs.count * (reductions * 2 * ring + latents * _gathered_latents(shape, plan)),
         context=plan.packs.count * gathers * keys,
         expert=plan.packs.count * exchanges * rows,
         pipeline=plan.packs.count * adjacent_stages * states / split,
@@ -513,6 +521,15 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         )
         * (FP32_BYTES + size),
     )
+
+
+def _gathered_latents(shape: ModelShape, plan: Plan) -> float:
+    """Count the bytes that a rank sends when a layer's latents are gathered over TP ranks."""
+    latent = shape.latent_attention
+    if latent is None:
+        return 0.0
+    width = (latent.q_lora_rank or 0) + latent.latent_width
+    return (plan.tp - 1) / plan.tp * plan.tokens * width * ELEMENT_BYTES[plan.precision]
 
 
 def _reduced_elements(parameters: int, ranks: int) -> float:

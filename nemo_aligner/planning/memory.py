@@ -230,6 +230,10 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
+    if shape.latent_attention is not None:
+        # The up projections have no adapters, so they keep no inputs with LoRA.
+        trains_up = keeps_input(shape, plan, layer, "linear_kv_up_proj")
+        return _kept_of_latents(shape, plan, is_output_kept, trains_up)
     if shape.attention_output_gate:
         inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
     if shape.qk_layernorm:
@@ -238,6 +242,28 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     return heads, inner
+
+
+def _kept_of_latents(
+    shape: ModelShape, plan: Plan, is_output_kept: bool, is_trained: bool
+) -> tuple[float, float]:
+    """Count what ``_kept_of_mixer`` returns for latent attention.
+
+    Every rank keeps the latents, and their norms' outputs, of which the results are divided by t
+    later. Values and the output have as many channels as keys; the output projection reads a copy
+    of the output without the padding. Selective recomputation keeps only the input projection's
+    outputs, and that copy.
+    """
+    latent = shape.latent_attention
+    assert latent is not None
+    copied = is_output_kept * (latent.v_head_dim < latent.key_channels) * latent.value_width
+    if plan.recompute is Recompute.selective:
+        return 0, latent.projection_width + is_output_kept * latent.value_width
+    latents = (latent.q_lora_rank or 0) + latent.latent_width + is_trained * latent.norm_width
+    _, _, q, _ = widths(shape)
+    norms = 1 + (latent.q_lora_rank is not None)
+    heads = shape.num_attention_heads + norms * plan.tp
+    return heads, 2 * q + _key_width(shape, plan) + copied + latents * plan.tp
 
 
 def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:

@@ -253,6 +253,19 @@ FAMILIES |= {
         "qk_layernorm": True,
     },
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "num_query_groups": CONFIG["num_attention_heads"],
+}
+FAMILIES |= {
+    "latent attention": LATENT,
+    "latent attention of plain queries": {**LATENT, "q_lora_rank": None},
+}
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
 LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}
 OF_LONG = {"long linear attention": FAMILIES["linear attention"]}
