@@ -310,8 +310,8 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA, nor linear or latent attention, nor output gates. In fp32 it rounds to TF32 whatever
-    torch's precision setting is, so it is not used there.
+    before them, nor LoRA, nor linear or latent attention, nor output gates. In fp32 it rounds to
+    TF32 whatever torch's precision setting is, so it is not used there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms

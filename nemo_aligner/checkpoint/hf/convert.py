@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -173,7 +173,8 @@ def _convert(
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
-    source = _without_dropped(family, replace(source, tensors=single_experts))
+    dropped_prefix = family.dropped.format(layers=config["num_layers"])
+    source = _without_dropped(dropped_prefix, replace(source, tensors=single_experts))
     head = find_head(source, choice)
     labels = read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
@@ -223,17 +224,15 @@ def _convert(
     )
 
 
-def _without_dropped(family: ModelFamily, source: Source) -> Source:
-    """Leave out the tensors that the family drops, and add a note about them."""
-    if not family.dropped:
+def _without_dropped(prefix: str, source: Source) -> Source:
+    """Leave out the tensors with this prefix, unless it is "", and add a note about them."""
+    if not prefix:
         return source
     tensors = {
-        name: tensor
-        for name, tensor in source.tensors.items()
-        if not name.startswith(family.dropped)
+        name: tensor for name, tensor in source.tensors.items() if not name.startswith(prefix)
     }
     count = len(source.tensors) - len(tensors)
-    notes = [f"dropped: {count} tensors {family.dropped}*"] if count else []
+    notes = [f"dropped: {count} tensors {prefix}*"] if count else []
     return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 

@@ -66,7 +66,11 @@ class LatentAttentionShape:
 
     @property
     def rotary_percentage(self) -> float:
-        """Fraction of ``key_channels`` with RoPE, which ``int(key_channels * fraction)`` inverts."""
+        """Fraction of ``key_channels`` with RoPE.
+
+        It is rounded so that ``int(key_channels * fraction)``, which megatron-core computes, is
+        ``qk_rope_head_dim``.
+        """
         fraction = self.qk_rope_head_dim / self.key_channels
         is_below = int(self.key_channels * fraction) < self.qk_rope_head_dim
         return math.nextafter(fraction, 1.0) if is_below else fraction

@@ -6,6 +6,7 @@
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
 - ``mixtures``: mixture-of-experts (MoE) models.
+- ``deepseek``: DeepSeek and relatives, with multi-head latent attention.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
@@ -22,7 +23,12 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     describe_differences_from_llama,
 )
-from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
+from nemo_aligner.checkpoint.hf.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+)
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.llama import (
@@ -74,6 +80,9 @@ _BUILT_IN = (
     QWEN3_MOE,
     OLMOE,
     DEEPSEEK_V3,
+    KIMI_K2,
+    DEEPSEEK_V2,
+    GLM4_MOE_LITE,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

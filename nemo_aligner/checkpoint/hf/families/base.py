@@ -512,7 +512,8 @@ class ModelFamily:
         layer_prefix: prefix of a layer's tensor names, before its number.
         unused: suffixes of tensor names that a conversion skips, because they are not weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
-            model does not need them; "" if there are none.
+            model does not need them, with ``{layers}`` for the number of layers; "" if there are
+            none.
         dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
             mixture-of-experts model. They replace those rules of ``layer`` or ``linear_layer``.
     """
