@@ -47,6 +47,7 @@ class Rule:
         is_by_group: the first axis of the tensor is divided into query groups. The tensors in
             ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
             query groups, although its name is one of these.
+        dtype: dtype of the tensor in every checkpoint; None is the dtype of the model's weights.
     """
 
     megatron: str
@@ -54,6 +55,7 @@ class Rule:
     join: Join = _copy
     split: Split = _keep_unsplit
     is_by_group: bool | None = False
+    dtype: torch.dtype | None = None
 
     @property
     def group_axis(self) -> int | None:
