@@ -130,6 +130,8 @@ def _mlp(shape: ModelShape) -> Shapes:
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:
         tensors["mlp.router.shared_gate"] = (1, hidden)
+    if experts.expert_bias:
+        tensors["mlp.router.expert_bias"] = (experts.count,)
     sizes = {"experts": (experts.count, experts.width)}
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)

@@ -305,7 +305,8 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     These tensors are kept:
 
     - a copy of the token for each of its k experts, and the output of each expert
-    - in fp32, the router's probabilities of all experts and the weights of the k experts
+    - in fp32, the router's scores of all experts and the weights of the k experts; sigmoid scores
+      are kept together with 1 minus them
     - the indices and positions of the k experts, 8 bytes each
     - with a gated shared expert: the shared expert's output
     - with a gated shared expert or a trained router: the token in fp32, which sequence parallelism
@@ -323,7 +324,7 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     split = plan.tp if plan.sequence_parallel else 1
     if shape.experts.shared_width is not None and is_input_kept:
         rows += 1 - 1 / split
-    in_fp32: float = shape.experts.count + 6 * k
+    in_fp32: float = (1 + shape.experts.is_sigmoid) * shape.experts.count + 6 * k
     reads_fp32 = shape.experts.shared_gate or plan.train_router
     if reads_fp32 and (size < FP32_BYTES or not _reads_norm(shape)):
         in_fp32 += shape.hidden_size / split

@@ -49,6 +49,14 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+GROUPED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
 CASES: dict[str, dict[str, Any]] = {
@@ -219,7 +227,12 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
         "tie_word_embeddings": False,
     },
-    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 4},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "first_k_dense_replace": 1,
+    },
     "deepseek_v3_untied": {
         "model_type": "deepseek_v3",
         **LATENT,
@@ -227,6 +240,26 @@ CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 4,
         "rope_interleave": False,
         "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "topk_method": "group_limited_greedy",
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 4.0,
+        "rope_parameters": {**YARN_ROPE, "mscale_all_dim": 0.7},
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+        # As many channels as in a key.
+        "v_head_dim": 24,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         "tie_word_embeddings": False,
     },
     "qwen3_moe": {
@@ -350,6 +383,9 @@ def _shift_norms(model: Any) -> None:
             if name.endswith("A_log"):
                 # Drawn as they are, states would be forgotten within a few tokens.
                 parameter.sub_(6)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

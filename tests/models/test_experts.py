@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from nemo_aligner.models.experts import (
 )
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.pack_context import Balance
+from nemo_aligner.models.router import Router
+from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
@@ -101,6 +104,103 @@ def test_expert_of_equal_ones_is_the_first(model: Any) -> None:
     router.weight.data.copy_(same)
     assert chosen.tolist() == [list(range(TOP_K))] * 5
     torch.testing.assert_close(weights, torch.full((5, TOP_K), 1 / TOP_K))
+
+
+GROUPS = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.5}
+SIGMOID = {"score_function": "sigmoid", "expert_bias": True}
+
+
+def router_of(**kinds: Any) -> Router:
+    """A router of 3 of 12 experts with random weights, in training."""
+    config: Any = SimpleNamespace(
+        sequence_parallel=False, params_dtype=torch.float32, hidden_size=64
+    )
+    torch.manual_seed(0)
+    router = Router(config, ExpertShape(12, TOP_K, 8, **kinds))
+    torch.nn.init.normal_(router.weight, std=0.2)
+    if router.expert_bias is not None:
+        router.expert_bias.normal_(std=0.2)
+    return router
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "sigmoid in groups", "not renormalized", "softmax"])
+def test_router_chooses_and_weighs_as_that_of_transformers(name: str, layout: Any) -> None:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    kinds: dict[str, Any] = {"renormalized": name != "not renormalized", **SIGMOID, **GROUPS}
+    if name == "sigmoid":
+        kinds |= {"num_groups": 1, "group_topk": 1}
+    if name == "softmax":
+        kinds = {"renormalized": False, **GROUPS}
+    router = router_of(**kinds)
+    config: Any = SimpleNamespace(
+        num_experts_per_tok=TOP_K,
+        num_local_experts=12,
+        num_experts=12,
+        hidden_size=64,
+        routed_scaling_factor=2.5,
+        n_group=kinds["num_groups"],
+        topk_group=kinds["group_topk"],
+        norm_topk_prob=kinds["renormalized"],
+        topk_method="group_limited_greedy",
+    )
+    theirs = (DeepseekV2TopkRouter if name == "softmax" else Glm4MoeTopkRouter)(config)
+    theirs.weight.data.copy_(router.weight)
+    if name != "softmax":
+        theirs.e_score_correction_bias.copy_(router.expert_bias)
+    router.eval()
+    tokens = torch.randn(300, 64)
+    chosen, weights = router(tokens, None)
+    _, their_weights, their_chosen = theirs(tokens)
+    order = chosen.sort().indices, their_chosen.sort().indices
+    assert torch.equal(chosen.gather(1, order[0]), their_chosen.gather(1, order[1]))
+    expected = their_weights.gather(1, order[1])
+    torch.testing.assert_close(weights.gather(1, order[0]), expected, rtol=2e-6, atol=1e-7)
+    # Bit-identical for any number of tokens, with matmuls of a fixed number of rows.
+    every, scores = router(tokens, 16)
+    for count in (1, 7, 33):
+        rows = router(tokens[:count], 16)
+        assert torch.equal(rows[0], every[:count])
+        assert torch.equal(rows[1], scores[:count])
+
+
+def test_lower_number_wins_between_equal_groups_and_experts(layout: Any) -> None:
+    router = router_of(renormalized=True, **SIGMOID, **GROUPS).eval()
+    router.weight.data.copy_(router.weight[:1].expand_as(router.weight).clone())
+    router.expert_bias.zero_()
+    chosen, weights = router(torch.randn(5, 64), None)
+    assert chosen.tolist() == [[0, 1, 2]] * 5
+    torch.testing.assert_close(weights, torch.full((5, TOP_K), 2.5 / TOP_K))
+    # Two good experts of the last group count for more than the best one.
+    router.expert_bias.copy_(torch.tensor([0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0.4, 0.3, 0.2]))
+    assert router(torch.randn(1, 64), None)[0].tolist() == [[0, 9, 10]]
+    router.expert_bias.copy_(torch.tensor([0.5, 0, 0, 0.1, 0.1, 0.45, 0.2, 0.36, 0, 0.4, 0.3, 0.2]))
+    assert router(torch.randn(1, 64), None)[0].tolist() == [[9, 7, 10]]
+
+
+def test_auxiliary_loss_of_sigmoid_scores_has_megatrons_gradient(layout: Any) -> None:
+    from megatron.core.transformer.moe.moe_utils import (
+        compute_routing_scores_for_aux_loss,
+        switch_load_balancing_loss_func,
+    )
+
+    router = router_of(renormalized=True, **SIGMOID, **GROUPS)
+    router.aux_loss_coeff = 0.5
+    tokens, counted = torch.randn(20, 64), 17  # the last rows are filler
+    chosen, weights = router(tokens, None, Balance(tokens=counted, records=4))
+    (weights * 0).sum().backward()
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = tokens[:counted] @ weight.t()
+    choices, scores = compute_routing_scores_for_aux_loss(logits, TOP_K, "sigmoid")
+    loss = switch_load_balancing_loss_func(scores, choices.sum(0), counted, TOP_K, 12, 0.5)
+    (4 * loss).backward()
+    assert weight.grad.abs().max() > 1e-4
+    torch.testing.assert_close(router.weight.grad, weight.grad, rtol=1e-4, atol=1e-7)
+    # The load counts what was chosen, by bias and groups.
+    counts = torch.zeros(12, dtype=torch.int64)
+    counts.scatter_add_(0, chosen[:counted].flatten(), torch.ones(counted * TOP_K).long())
+    assert torch.equal(router.load, counts)
 
 
 def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,8 @@ def test_latent_attention_that_is_recomputed_trains_alike(
 def test_latent_attention_rejects_layouts_that_cannot_split_it() -> None:
     shape = ModelShape.from_config(config_of("deepseek_v3"))
     shape.check_fits(2, 1)
-    latent = replace(shape.latent_attention or pytest.fail(), q_lora_rank=25)
+    assert shape.latent_attention is not None
+    latent = replace(shape.latent_attention, q_lora_rank=25)
     with pytest.raises(ConfigError, match="got 2, wanted a divisor of the 65 channels of the mod"):
         replace(shape, latent_attention=latent).check_fits(2, 1)
     with pytest.raises(ConfigError, match="got 8, wanted a divisor of the model's 4 attention"):

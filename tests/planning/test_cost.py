@@ -240,6 +240,16 @@ FAMILIES |= {
         "moe_shared_expert_gate": True,
     },
     "experts in some layers": {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]},
+    "experts with sigmoid scores": {
+        **EXPERTS,
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_layer_freq": [0, 1, 1, 1],
+    },
 }
 FAMILIES |= {
     "linear attention": {

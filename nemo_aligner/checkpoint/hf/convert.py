@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,7 +191,7 @@ def _convert(
     check_tensors(family, config, expected, source.tensors, dropped)
     zero_groups = -config["num_query_groups"] % tensor_parallel
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
-    stored = format_of(dtype_of_matrices(_list_all(tensors, layers)))
+    stored = format_of(_dtype_of_weights(tensors, layers))
     headed_config = with_head_shape(config, None if head is None else head.shape)
     archived = _add_zero_groups({**headed_config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
@@ -315,7 +316,7 @@ def _plan_tensors(
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
             data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
-            return data.to(dtype or data.dtype).contiguous()
+            return data.to(rule.dtype or dtype or data.dtype).contiguous()
 
         def read(parts: Sequence[LazyTensor] = parts, join: Any = join) -> Tensor:
             return join([part.read() for part in parts])
@@ -329,6 +330,18 @@ def _plan_tensors(
         else:
             layers.setdefault(key, []).append(tensor)
     return tensors, layers
+
+
+def _dtype_of_weights(
+    tensors: Mapping[str, LazyTensor], layers: Mapping[str, list[LazyTensor]]
+) -> torch.dtype:
+    """Return the dtype that all matrices share, or fp32 if they differ.
+
+    Routers do not count: transformers stores some of them in fp32 in a model of bf16 matrices.
+    """
+    parts = ({key: [tensor] for key, tensor in tensors.items()}, layers)
+    stacks = (stack for part in parts for key, stack in part.items() if ".mlp.router." not in key)
+    return dtype_of_matrices(chain.from_iterable(stacks))
 
 
 def _list_all(

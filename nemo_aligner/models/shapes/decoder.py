@@ -44,6 +44,14 @@ _NAMED_LATER = {
     "residual_multiplier": 1.0,
     "attention_output_gate": False,
 }
+# The same for the fields of ``ExpertShape``.
+_NAMED_LATER_OF_EXPERTS = {
+    "score_function": "softmax",
+    "expert_bias": False,
+    "num_groups": 1,
+    "group_topk": 1,
+    "scaling_factor": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,12 @@ class ModelShape:
         del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.longrope is not None:
             del fields["longrope"]["long"]  # checkpoints of early versions lack it
+        if self.experts is not None:
+            fields["experts"] = {
+                name: value
+                for name, value in fields["experts"].items()
+                if name not in _NAMED_LATER_OF_EXPERTS or value != _NAMED_LATER_OF_EXPERTS[name]
+            }
         return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod

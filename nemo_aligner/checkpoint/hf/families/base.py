@@ -51,6 +51,7 @@ class Rule:
         is_by_group: the first axis of the tensor is divided into query groups. The tensors in
             ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
             query groups, although its name is one of these.
+        dtype: dtype of the tensor in every checkpoint; None is the dtype of the model's weights.
         is_in: tells from the NeMo config if a model has the tensor.
     """
 
@@ -59,6 +60,7 @@ class Rule:
     join: Join = _copy
     split: Split = _keep_unsplit
     is_by_group: bool | None = False
+    dtype: torch.dtype | None = None
     is_in: Callable[[Config], bool] = _always
 
     @property

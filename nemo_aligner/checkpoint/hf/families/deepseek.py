@@ -318,9 +318,7 @@ def _experts_to_hf(config: Config) -> dict[str, Any]:
 
 
 _ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",))
-_BIAS = Rule(
-    "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), dtype=torch.float32
-)
+_BIAS = Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), dtype=torch.float32)
 
 
 def _layer(*router: Rule) -> tuple[Rule, ...]:

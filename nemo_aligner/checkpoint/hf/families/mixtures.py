@@ -142,7 +142,7 @@ _QWEN_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _are_plain(experts: ExpertShape | None) -> bool:
-    return experts is not None and experts.shared_width is None
+    return experts is not None and experts.shared_width is None and experts.has_plain_router
 
 
 def _are_renormalized(experts: ExpertShape | None) -> bool:
@@ -150,7 +150,7 @@ def _are_renormalized(experts: ExpertShape | None) -> bool:
 
 
 def _have_shared_gate(experts: ExpertShape | None) -> bool:
-    return experts is not None and experts.shared_gate
+    return experts is not None and experts.shared_gate and experts.has_plain_router
 
 
 # Mixtral: Mistral with experts in place of the MLP.
