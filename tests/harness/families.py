@@ -44,7 +44,7 @@ DELTA_NET = {
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
@@ -52,7 +52,7 @@ LATENT = {
 GROUPED_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "n_group": 4,
     "topk_group": 2,
