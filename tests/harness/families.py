@@ -336,6 +336,10 @@ def odd_settings(case: str) -> dict[str, Any]:
     if "num_experts" in config or "num_local_experts" in config:
         counts = "num_experts" if "num_experts" in config else "num_local_experts"
         settings |= {counts: 7, "moe_intermediate_size": 44}
+    if "kv_lora_rank" in config:
+        del settings["head_dim"]
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+        settings |= {"kv_lora_rank": 28, "moe_intermediate_size": 44, "n_routed_experts": 12}
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         # RoPE needs a factor for each pair of rotated channels.

@@ -36,14 +36,15 @@ def read_block(quantization: Any) -> Block | None:
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
     block, kind = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
-    is_pair = isinstance(block, list) and len(block) == 2
-    if not is_pair or kind != "e4m3" or not all(type(size) is int and size > 0 for size in block):
+    sizes = block if isinstance(block, list) else []
+    are_counts = all(type(size) is int and size > 0 for size in sizes)
+    if len(sizes) != 2 or not are_counts or kind != "e4m3":
         raise CheckpointError(
             f"quantization_config: got fp8 with weight_block_size={shown(block)} and "
             f"fmt={shown(kind)}, wanted the rows and columns of a block, and e4m3. Use the "
             "checkpoint in bf16"
         )
-    return block[0], block[1]
+    return sizes[0], sizes[1]
 
 
 def with_dequantized(

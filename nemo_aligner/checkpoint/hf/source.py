@@ -203,7 +203,7 @@ def _open_folder(folder: Path) -> Source:
     tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
     if block is not None:
         tensors, count = block_fp8.with_dequantized(tensors, block)
-        wrapper_notes = (*wrapper_notes, f"dequantised: {count} tensors of fp8, to bf16")
+        wrapper_notes = [*wrapper_notes, f"dequantised: {count} tensors of fp8, to bf16"]
     if (folder / HEAD_NAME).is_file():
         tensors |= _read_headers(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():

@@ -148,13 +148,10 @@ def read_latent_attention(config: Mapping[str, Any]) -> LatentAttentionShape | N
     heads = count_of_config(config, "num_attention_heads")
     rank = None if config.get(QUERY_RANK) is None else count_of_config(config, QUERY_RANK)
     epsilon = number_of_config(config, "layernorm_epsilon", 1e-5)
-    shape = LatentAttentionShape(
-        heads,
-        rank,
-        *(count_of_config(config, key) for key in LATENT_KEYS),
-        norm_epsilon=number_of_config(config, LATENT_EPSILON, epsilon),
-        score_factor=_read_score_factor(config),
-    )
+    kv_rank, plain, rotated, value = (count_of_config(config, key) for key in LATENT_KEYS)
+    norm_epsilon = number_of_config(config, LATENT_EPSILON, epsilon)
+    factor = _read_score_factor(config)
+    shape = LatentAttentionShape(heads, rank, kv_rank, plain, rotated, value, norm_epsilon, factor)
     _check_sizes(config, shape)
     return shape
 
