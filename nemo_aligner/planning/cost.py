@@ -466,8 +466,6 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     - Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather, each of
       which sends half as many bytes. It gathers the inputs of two linear layers again, for the
       gradients of their weights.
-    - With latent attention, tensor parallelism also all-gathers the latents, and all-reduces their
-      gradients. Each of the two parts of an all-reduce sends as much as the all-gather.
     - Context parallelism all-gathers a layer's keys and values in the forward and in the backward
       pass, and reduce-scatters their gradients. Each collective sends ``(c - 1) / c`` of the
       tensor. In a ring (``Plan.ring``), gradients also take the last hop, back to their own rank.
@@ -483,7 +481,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     ring = (plan.tp - 1) / plan.tp * states
     *_, kv = widths(shape)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
-    gathers, exchanges, latents = 0.0, 0, 0
+    gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
     # The first stage reduces the output of the embedding, whose rows are split over t ranks.
     reductions = 1.0 if stage == 0 else 0.0
@@ -492,13 +490,11 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
-        latents += 1
         sends = 0 if shape.of_layer(layer + 1).experts is None else 2 * (forward - 1)
         exchanges += sends
         if has_backward(plan, stage, layer):
             passes = 2 if is_recomputed(shape, plan, layer) else 1
             gathers += passes + 1 + home
-            latents += passes + 1
             exchanges += sends * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
@@ -508,9 +504,8 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     rows = 0.0 if shape.experts is None else shape.experts.top_k * states * (1 - 1 / plan.ep)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
-    in_layers = reductions * 2 * ring + latents * _gathered_latents(shape, plan)
     return Traffic(
-        tensor=plan.packs.count * in_layers,
+        tensor=plan.packs.count * (reductions * 2 * ring + _latent_bytes(shape, plan, stage)),
         context=plan.packs.count * gathers * keys,
         expert=plan.packs.count * exchanges * rows,
         pipeline=plan.packs.count * adjacent_stages * states / split,
@@ -522,13 +517,21 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     )
 
 
-def _gathered_latents(shape: ModelShape, plan: Plan) -> float:
-    """Count the bytes that a rank sends when a layer's latents are gathered over TP ranks."""
+def _latent_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """Count the bytes that a rank of a stage sends of the latents of latent attention for a pack.
+
+    Tensor parallelism all-gathers them in each forward pass, and all-reduces their gradients, which
+    sends twice as much.
+    """
     latent = shape.latent_attention
     if latent is None:
         return 0.0
     width = (latent.q_lora_rank or 0) + latent.latent_width
-    return (plan.tp - 1) / plan.tp * plan.tokens * width * ELEMENT_BYTES[plan.precision]
+    passes = 0
+    for layer in stage_layers(shape, plan, stage):
+        is_repeated = is_recomputed(shape, plan, layer)
+        passes += 1 + (2 + is_repeated) * has_backward(plan, stage, layer)
+    return passes * (plan.tp - 1) / plan.tp * plan.tokens * width * ELEMENT_BYTES[plan.precision]
 
 
 def _reduced_elements(parameters: int, ranks: int) -> float:

@@ -60,12 +60,11 @@ def with_dequantized(
     for name in names:
         weight, scales = plain[name], plain.pop(name + _SCALES, None)
         size = tuple(-(-rows // per) for rows, per in zip(weight.shape, block, strict=False))
-        found = None if scales is None else scales.shape
-        if scales is None or len(weight.shape) != 2 or found != size:
+        if scales is None or len(weight.shape) != 2 or scales.shape != size:
             raise CheckpointError(
                 f"tensor {short(name)}: got fp8 of shape {list(weight.shape)} with the scales "
-                f"{None if found is None else list(found)}, wanted a matrix with a scale for each "
-                f"block of {block[0]} x {block[1]}"
+                f"{None if scales is None else list(scales.shape)}, wanted a matrix with a scale "
+                f"for each block of {block[0]} x {block[1]}"
             )
         read = partial(_read, name, weight, scales, block)
         plain[name] = LazyTensor(weight.shape, torch.bfloat16, read)

@@ -174,8 +174,7 @@ def _convert(
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
-    dropped_prefix = family.dropped.format(layers=config["num_layers"])
-    source = _without_dropped(dropped_prefix, replace(source, tensors=single_experts))
+    source = _without_dropped(family, config, replace(source, tensors=single_experts))
     head = find_head(source, choice)
     labels = read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
@@ -225,10 +224,11 @@ def _convert(
     )
 
 
-def _without_dropped(prefix: str, source: Source) -> Source:
-    """Leave out the tensors with this prefix, unless it is "", and add a note about them."""
-    if not prefix:
+def _without_dropped(family: ModelFamily, config: Mapping[str, Any], source: Source) -> Source:
+    """Leave out the tensors that the family drops, and add a note about them."""
+    if not family.dropped:
         return source
+    prefix = family.dropped.format(layers=config["num_layers"])
     tensors = {
         name: tensor for name, tensor in source.tensors.items() if not name.startswith(prefix)
     }
