@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
