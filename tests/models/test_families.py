@@ -175,7 +175,7 @@ def their_gradients(case: Case) -> dict[str, Tensor]:
     theirs = families.single_experts(family, case.config, grads)
     found = {}
     for rule, layer in family.rules(case.config):
-        if rule.megatron == "output_layer.weight":
+        if rule.megatron in ("output_layer.weight", "mlp.router.expert_bias"):
             continue
         grads = [theirs[name] for name in rule.hf]
         # What a rule adds to a weight is no part of its gradient.

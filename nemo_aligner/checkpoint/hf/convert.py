@@ -19,7 +19,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import (
+    MTP_LAYERS,
+    ModelFamily,
+    Rule,
+    add_zero_groups,
+)
+from nemo_aligner.checkpoint.hf.families.settings import HfSettings
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -228,13 +234,20 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
     """Leave out the tensors that the family drops, and add a note about them."""
     if not family.dropped:
         return source
+    prefixes = [family.dropped]
+    if family.dropped == MTP_LAYERS:
+        reader = HfSettings(source.config)
+        first, key = reader.layers(), "num_nextn_predict_layers"
+        last = first + reader.count(key, reader.count("num_mtp_layers", 1, least=0), least=0)
+        prefixes = [MTP_LAYERS.format(mtp=layer) for layer in range(first, last)]
     tensors = {
         name: tensor
         for name, tensor in source.tensors.items()
-        if not name.startswith(family.dropped)
+        if not name.startswith(tuple(prefixes))
     }
     count = len(source.tensors) - len(tensors)
-    notes = [f"dropped: {count} tensors {family.dropped}*"] if count else []
+    names = ", ".join(f"{prefix}*" for prefix in prefixes)
+    notes = [f"dropped: {count} tensors {names}"] if count else []
     return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 
