@@ -56,7 +56,8 @@ NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "g
 CASES = [
     case
     for case, config in families.CASES.items()
-    if case not in (*NOT_SAID, "qwen3_moe_dense", "qwen2_moe_dense") and config["model_type"] not in NOT_READ
+    if case not in (*NOT_SAID, "qwen3_moe_dense", "qwen2_moe_dense")
+    and config["model_type"] not in NOT_READ
 ]
 
 
