@@ -109,11 +109,11 @@ def _latent_attention(latent: LatentAttentionShape, hidden: int) -> Shapes:
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (latent.projection_width, hidden),
         "self_attention.linear_proj.weight": (hidden, latent.value_width),
-        "self_attention.kv_layernorm.weight": (latent.kv_lora_rank,),
+        "self_attention.kv_latent_layernorm.weight": (latent.kv_lora_rank,),
         "self_attention.linear_kv_up_proj.weight": (latent.key_value_width, latent.kv_lora_rank),
     }
     if latent.q_lora_rank is not None:
-        tensors["self_attention.q_layernorm.weight"] = (latent.q_lora_rank,)
+        tensors["self_attention.q_latent_layernorm.weight"] = (latent.q_lora_rank,)
         up = (latent.query_width, latent.q_lora_rank)
         tensors["self_attention.linear_q_up_proj.weight"] = up
     return tensors

@@ -89,13 +89,13 @@ class LatentAttention(MegatronModule):
         # latents of all tokens, and the whole gradients of the norms' weights.
         inner = copy(config)
         inner.sequence_parallel = False
-        self.q_layernorm = self.linear_q_up_proj = None
+        self.q_latent_layernorm = self.linear_q_up_proj = None
         if latent.q_lora_rank is not None:
-            self.q_layernorm = norm(inner, latent.q_lora_rank, eps=latent.norm_epsilon)
+            self.q_latent_layernorm = norm(inner, latent.q_lora_rank, eps=latent.norm_epsilon)
             self.linear_q_up_proj = column(
                 latent.q_lora_rank, latent.query_width, config=inner, **options_of_column
             )
-        self.kv_layernorm = norm(inner, latent.kv_lora_rank, eps=latent.norm_epsilon)
+        self.kv_latent_layernorm = norm(inner, latent.kv_lora_rank, eps=latent.norm_epsilon)
         self.linear_kv_up_proj = column(
             latent.kv_lora_rank, latent.key_value_width, config=inner, **options_of_column
         )
@@ -121,9 +121,9 @@ class LatentAttention(MegatronModule):
         weights that Megatron is still gathering.
         """
         query, latent, rotary_key = self._split(mixed)
-        if self.q_layernorm is not None and self.linear_q_up_proj is not None:
-            query = self.linear_q_up_proj(self.q_layernorm(query))[0]
-        expanded, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        if self.q_latent_layernorm is not None and self.linear_q_up_proj is not None:
+            query = self.linear_q_up_proj(self.q_latent_layernorm(query))[0]
+        expanded, _ = self.linear_kv_up_proj(self.kv_latent_layernorm(latent))
         if self._group.size() > 1:
             # The forward pass changes nothing. The backward pass sums the gradient over the ranks,
             # because each rank has only some of the heads. The up projections do the same.
@@ -141,10 +141,12 @@ class LatentAttention(MegatronModule):
     @torch.no_grad()
     def _infer(self, mixed: Tensor, context: PackContext) -> Tensor:
         query, latent, rotary_key = self._split(mixed)
-        if self.q_layernorm is not None and self.linear_q_up_proj is not None:
-            normed = self.q_layernorm.forward(query.contiguous())
+        if self.q_latent_layernorm is not None and self.linear_q_up_proj is not None:
+            normed = self.q_latent_layernorm.forward(query.contiguous())
             query = self.linear_q_up_proj.infer(normed)
-        expanded = self.linear_kv_up_proj.infer(self.kv_layernorm.forward(latent.contiguous()))
+        expanded = self.linear_kv_up_proj.infer(
+            self.kv_latent_layernorm.forward(latent.contiguous())
+        )
         plain_key, value = self._split_keys(expanded.squeeze(1))
         # [T, heads, 2, c]: the query of each head, then its key.
         joined = mixed.new_empty(mixed.size(0), self._heads, 2, self._latent.key_channels)

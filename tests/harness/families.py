@@ -301,6 +301,28 @@ CASES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "sliding_window": WINDOW,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "head_dim": 32,
+    },
+    "glm4_moe_untied": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "olmoe": {
         "model_type": "olmoe",
         **EXPERTS,
@@ -336,10 +358,12 @@ def odd_settings(case: str) -> dict[str, Any]:
     if "num_experts" in config or "num_local_experts" in config:
         counts = "num_experts" if "num_experts" in config else "num_local_experts"
         settings |= {counts: 7, "moe_intermediate_size": 44}
+    if "n_routed_experts" in config:
+        settings |= {"n_routed_experts": 12, "moe_intermediate_size": 44}
     if "kv_lora_rank" in config:
         del settings["head_dim"]
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-        settings |= {"kv_lora_rank": 28, "moe_intermediate_size": 44, "n_routed_experts": 12}
+        settings["kv_lora_rank"] = 28
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         # RoPE needs a factor for each pair of rotated channels.
@@ -389,7 +413,7 @@ def _shift_norms(model: Any) -> None:
                 parameter.sub_(6)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1)
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,12 @@ from nemo_aligner.models.experts import (
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.pack_context import Balance
 from nemo_aligner.models.router import Router
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
+from nemo_aligner.utils.errors import ConfigError
 from tests.harness import families
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
@@ -94,6 +97,34 @@ def test_load_counts_every_choice_once(model: Any) -> None:
     even = describe_load(torch.tensor([[4, 4], [6, 2], [9, 0]]))
     assert even == {"expert_load_max": 1.5, "expert_load_mean_max": 1.25, "experts_unused": 0.0}
     assert describe_load(torch.tensor([[3, 0]]))["experts_unused"] == 0.5
+    # Layers without experts have no load.
+    assert describe_load(torch.tensor([[0, 0], [4, 4], [6, 2], [0, 0], [9, 0]])) == even
+    assert describe_load(torch.tensor([[0, 0], [3, 0]]))["expert_load_max"] == 2
+
+
+def test_layers_with_experts_are_those_that_megatron_has() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 40, "num_attention_heads": 2}
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    for frequency in (1, 2, 3, [0, 0, 1, 1], [1, 0, 0, 1]):
+        config = TransformerConfig(**sizes, **experts, moe_layer_freq=frequency)
+        specs = get_gpt_decoder_layer_specs(config, False, "RMSNorm")
+        expected = [spec.submodules.mlp.module is MoELayer for spec in specs]
+        shape = ModelShape.from_config(
+            {**sizes, **experts, "vocab_size": 8, "max_position_embeddings": 8}
+            | {"moe_layer_freq": frequency}
+        )
+        numbers = range(1, 5)
+        assert [shape.of_layer(number).experts is not None for number in numbers] == expected
+        assert shape.is_uniform == all(expected)
+    # Tensor parallelism has to divide the MLP of dense layers, too.
+    shape = replace(shape, ffn_hidden_size=41)
+    with pytest.raises(ConfigError, match="a divisor of the model's 41 ffn channels"):
+        shape.check_fits(2, 1)
+    replace(shape, moe_layer_freq=None).check_fits(2, 1)
 
 
 def test_expert_of_equal_ones_is_the_first(model: Any) -> None:
@@ -223,16 +254,17 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
     assert not found[0][2][1].any()
 
 
+@pytest.mark.parametrize(("case", "layers"), [("qwen2_moe", 4), ("glm4_moe", 2)])
 def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
-    layout: ParallelLayout, tmp_path: Path
+    case: str, layers: int, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    path = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
     lora = LoraShape(4, 8.0, LORA_TARGETS)
     kinds = {"num_attributes": 1, "precision": Precision.fp32, "lora": lora}
     model: Any = load_pretrained(path, layout, **kinds).model
     plain = infer(model, [PACK], layout)
     adapted = [each for each in model.modules() if isinstance(each, ExpertAdapter)]
-    assert len(adapted) == 2 * 4
+    assert len(adapted) == 2 * layers
     with torch.no_grad():
         for each in adapted:
             assert each.linear_in.weight.std() > 0

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import (
+    MTP_LAYERS,
+    ModelFamily,
+    Rule,
+    add_zero_groups,
+)
+from nemo_aligner.checkpoint.hf.families.settings import HfSettings
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -174,7 +180,7 @@ def _convert(
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
-    source = _without_dropped(family, config, replace(source, tensors=single_experts))
+    source = _without_dropped(family, replace(source, tensors=single_experts))
     head = find_head(source, choice)
     labels = read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
@@ -224,16 +230,24 @@ def _convert(
     )
 
 
-def _without_dropped(family: ModelFamily, config: Mapping[str, Any], source: Source) -> Source:
+def _without_dropped(family: ModelFamily, source: Source) -> Source:
     """Leave out the tensors that the family drops, and add a note about them."""
     if not family.dropped:
         return source
-    prefix = family.dropped.format(layers=config["num_layers"])
+    prefixes = [family.dropped]
+    if family.dropped == MTP_LAYERS:
+        reader = HfSettings(source.config)
+        first, key = reader.layers(), "num_nextn_predict_layers"
+        last = first + reader.count(key, reader.count("num_mtp_layers", 1, least=0), least=0)
+        prefixes = [MTP_LAYERS.format(mtp=layer) for layer in range(first, last)]
     tensors = {
-        name: tensor for name, tensor in source.tensors.items() if not name.startswith(prefix)
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if not name.startswith(tuple(prefixes))
     }
     count = len(source.tensors) - len(tensors)
-    notes = [f"dropped: {count} tensors {prefix}*"] if count else []
+    names = ", ".join(f"{prefix}*" for prefix in prefixes)
+    notes = [f"dropped: {count} tensors {names}"] if count else []
     return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 

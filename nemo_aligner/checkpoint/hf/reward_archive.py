@@ -52,6 +52,7 @@ _OPTIONAL_KEYS = (
     "rotary_base",
     "rotary_percentage",
     "qkv_bias",
+    "qk_layernorm",
 )
 
 

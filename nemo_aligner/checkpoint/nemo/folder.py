@@ -417,7 +417,6 @@ _SUPPORTED_IN_ARCHIVES = (
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
-    "moe_layer_freq",
     "multi_latent_attention",
 )
 # Gemma 2's settings. NeMo applies the window in the layers in which Google's model has none, so

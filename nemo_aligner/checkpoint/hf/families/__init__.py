@@ -42,7 +42,13 @@ from nemo_aligner.checkpoint.hf.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from nemo_aligner.checkpoint.hf.families.mixtures import (
+    GLM4_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
@@ -79,6 +85,7 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    GLM4_MOE,
     DEEPSEEK_V3,
     KIMI_K2,
     DEEPSEEK_V2,

@@ -34,10 +34,6 @@ def _keep_unsplit(tensor: Tensor, config: Config) -> Sequence[Tensor]:
     return (tensor,)
 
 
-def _always(config: Config) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Rule:
     """Translation of a Megatron tensor to one or more Hugging Face tensors, and back.
@@ -61,7 +57,7 @@ class Rule:
     split: Split = _keep_unsplit
     is_by_group: bool | None = False
     dtype: torch.dtype | None = None
-    is_in: Callable[[Config], bool] = _always
+    is_in: Callable[[Config], bool] = lambda config: True
 
     @property
     def group_axis(self) -> int | None:
@@ -128,6 +124,9 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
 
 # Stands for the number of an expert in the names of a rule.
 EXPERT = "{expert}"
+# Stands for the layers behind the decoder's last one, which predict further tokens in training
+# (DeepSeek-V3's multi-token prediction).
+MTP_LAYERS = "model.layers.{mtp}."
 
 
 def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -514,8 +513,8 @@ class ModelFamily:
         layer_prefix: prefix of a layer's tensor names, before its number.
         unused: suffixes of tensor names that a conversion skips, because they are not weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
-            model does not need them, with ``{layers}`` for the number of layers; "" if there are
-            none.
+            model does not need them; "" if there are none. ``MTP_LAYERS`` stands for the layers
+            behind the last one.
         dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
             mixture-of-experts model. They replace those rules of ``layer`` or ``linear_layer``.
     """
@@ -550,9 +549,9 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self._layer_rules(shape, layer)
-                # A family whose models may have biases always has the rule for them; ``qkv_bias``
-                # tells if this model has biases.
-                if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
+                # A family whose models may have biases or norms of queries and keys always has the
+                # rules for them; the config tells if this model has them.
+                if config[_OPTIONAL_RULES.get(rule.megatron, "num_layers")]
                 if rule.is_in(config)
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
@@ -579,6 +578,13 @@ class ModelFamily:
         """Tell if a decoder of this shape belongs to the family."""
         expected = {**PLAIN, **self.made_of}
         return all(_is_match(getattr(shape, key), value) for key, value in expected.items())
+
+
+# NeMo's keys for the tensors that only some models of a family have.
+_OPTIONAL_RULES = {
+    QKV_BIAS.megatron: "qkv_bias",
+    **{rule.megatron: "qk_layernorm" for rule in QUERY_KEY_NORMS},
+}
 
 
 def _is_match(value: Any, expected: Any) -> bool:

@@ -15,6 +15,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.mixtures import (
+    BIASED_EXPERTS,
+    are_first_layers_dense,
+    biased_experts_to_hf,
+    biased_experts_to_nemo,
+    have_biased_router,
+)
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes import latent_attention as latent_keys
@@ -202,7 +209,7 @@ ATTENTION = (
         is_in=_has_no_query_latent,
     ),
     Rule(
-        "self_attention.q_layernorm.weight",
+        "self_attention.q_latent_layernorm.weight",
         ("self_attn.q_a_layernorm.weight",),
         is_in=_has_query_latent,
     ),
@@ -214,7 +221,7 @@ ATTENTION = (
         is_by_group=True,
         is_in=_has_query_latent,
     ),
-    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.kv_latent_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
     Rule(
         "self_attention.linear_kv_up_proj.weight",
         ("self_attn.kv_b_proj.weight",),
@@ -224,59 +231,7 @@ ATTENTION = (
 )
 
 
-# Experts, with a shared expert without a gate.
-
-
-def _experts_to_nemo(
-    config: Config, defaults: tuple[int, int | None, int, int], marks: list[int]
-) -> dict[str, Any]:
-    """Translate the settings of the experts, but not those of the router, to NeMo's keys.
-
-    Args:
-        defaults: transformers' defaults of ``n_routed_experts``, ``num_experts_per_tok``,
-            ``moe_intermediate_size`` and ``n_shared_experts``.
-        marks: a 1 for each layer with experts, and a 0 for each dense layer.
-
-    Returns:
-        NeMo's keys; empty if no layer has experts.
-    """
-    if not any(marks):
-        return {}
-    reader = HfSettings(config)
-    reader.only("moe_layer_freq", 1)
-    count = reader.count("n_routed_experts", defaults[0])
-    width = reader.count("moe_intermediate_size", defaults[2])
-    return {
-        expert_keys.EXPERT_COUNT: count,
-        expert_keys.EXPERT_TOP_K: reader.count("num_experts_per_tok", defaults[1], limit=count),
-        expert_keys.EXPERT_WIDTH: width,
-        expert_keys.SHARED_WIDTH: width * reader.count("n_shared_experts", defaults[3]),
-        expert_keys.SCALING_FACTOR: reader.number("routed_scaling_factor", 1.0),
-        **({} if all(marks) else {expert_keys.EXPERT_FREQUENCY: marks}),
-    }
-
-
-def _groups_to_nemo(config: Config, groups: int, chosen: int) -> dict[str, Any]:
-    """Translate the groups of experts; the arguments are the defaults of ``config.json``."""
-    reader = HfSettings(config)
-    count = reader.count("n_group", groups)
-    return {
-        expert_keys.GROUP_COUNT: count,
-        expert_keys.GROUP_TOP_K: reader.count("topk_group", chosen, limit=count),
-    }
-
-
-def _sigmoid_router_to_nemo(config: Config, groups: int, chosen: int) -> dict[str, Any]:
-    """Translate the settings of DeepSeek-V3's router, in a model that has experts."""
-    reader = HfSettings(config)
-    reader.only("scoring_func", "sigmoid")
-    reader.only("topk_method", "noaux_tc")
-    return {
-        expert_keys.PRE_SOFTMAX: not reader.flag("norm_topk_prob", True),
-        expert_keys.SCORE_FUNCTION: expert_keys.SIGMOID,
-        expert_keys.EXPERT_BIAS: True,
-        **_groups_to_nemo(config, groups, chosen),
-    }
+# Experts. A model of these families may also be dense.
 
 
 def _first_dense(config: Config, default: int) -> list[int]:
@@ -286,82 +241,63 @@ def _first_dense(config: Config, default: int) -> list[int]:
     return [int(layer >= dense) for layer in range(reader.layers())]
 
 
-def _marks_of(config: Config) -> list[int]:
-    """Return a 1 for each layer of a NeMo config with experts, and a 0 for each dense one."""
-    shape = ModelShape.from_config(config)
-    if shape.experts is None:
-        return [0] * shape.num_layers
-    return [*(shape.moe_layer_freq or [1] * shape.num_layers)]
+def _experts_to_nemo(
+    config: Config, marks: list[int], router: tuple[str, ...], **defaults: int | float
+) -> dict[str, Any]:
+    """Translate the experts to NeMo's keys; empty if no layer has them.
+
+    Args:
+        marks: a 1 for each layer with experts, and a 0 for each dense layer.
+        router: supported values of ``scoring_func`` and then of ``topk_method``.
+        defaults: see ``biased_experts_to_nemo``.
+    """
+    if not any(marks):
+        return {}
+    reader = HfSettings(config)
+    reader.only("moe_layer_freq", 1)
+    reader.only("scoring_func", router[0])
+    reader.only("topk_method", *router[1:])
+    experts = biased_experts_to_nemo({**config, "first_k_dense_replace": 0}, **defaults)
+    return experts if all(marks) else {**experts, expert_keys.EXPERT_FREQUENCY: marks}
+
+
+_SIGMOID = ("sigmoid", "noaux_tc")
 
 
 def _experts_to_hf(config: Config) -> dict[str, Any]:
     """Translate the experts of a NeMo config to the keys of a ``config.json``."""
-    experts = ModelShape.from_config(config).experts
-    if experts is None:
-        return {}
-    shared = experts.shared_width or 0
-    if shared % experts.width:
-        raise CheckpointError(
-            f"model_config.yaml: {expert_keys.SHARED_WIDTH}: got {shared}, wanted a multiple of "
-            f"{expert_keys.EXPERT_WIDTH}={experts.width}: transformers counts shared experts"
-        )
-    return {
-        "n_routed_experts": experts.count,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.width,
-        "n_shared_experts": shared // experts.width,
-        "routed_scaling_factor": experts.scaling_factor,
-        "norm_topk_prob": experts.renormalized,
-        "n_group": experts.num_groups,
-        "topk_group": experts.group_topk,
-    }
+    shape = ModelShape.from_config(config)
+    if shape.experts is None:
+        return {"first_k_dense_replace": shape.num_layers}
+    return biased_experts_to_hf(config)
 
 
-_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",))
-_BIAS = Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), dtype=torch.float32)
-
-
-def _layer(*router: Rule) -> tuple[Rule, ...]:
+def _layer(experts: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return the rules of a layer with latent attention and experts."""
-    kinds = {"experts": f"experts.{base.EXPERT}", "shared_experts": "shared_experts"}
-    experts = (
-        rule
-        for kind, name in kinds.items()
-        for rule in base.experts_rules(
-            kind, *(f"mlp.{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        )
-    )
-    return base.layer_rules_with(
-        attention=ATTENTION, mlp=(*router, *experts), mlp_norm=base.EXPERTS_NORM
-    )
+    return base.layer_rules_with(attention=ATTENTION, mlp=experts, mlp_norm=base.EXPERTS_NORM)
 
 
 def _is_there(latent: LatentAttentionShape | None) -> bool:
     return latent is not None
 
 
-def _have_shared(experts: ExpertShape) -> bool:
-    return experts.shared_width is not None and not experts.shared_gate
-
-
 def _are_of_v3(experts: ExpertShape | None) -> bool:
-    return experts is None or (_have_shared(experts) and experts.expert_bias)
+    return experts is None or have_biased_router(experts)
 
 
 def _are_of_v2(experts: ExpertShape | None) -> bool:
-    is_softmax = experts is None or not (experts.is_sigmoid or experts.renormalized)
-    return experts is None or (_have_shared(experts) and is_softmax)
+    if experts is None:
+        return True
+    has_shared = bool(experts.shared_width) and not experts.shared_gate
+    is_softmax = not (experts.is_sigmoid or experts.expert_bias or experts.renormalized)
+    return has_shared and is_softmax and (experts.shared_width or 0) % experts.width == 0
 
 
-def _are_last(marks: tuple[int, ...] | None) -> bool:
-    return marks is None or list(marks) == sorted(marks)
-
-
-_MADE_OF = {
+_MADE_OF: dict[str, Any] = {
     "latent_attention": _is_there,
     "rotary_percentage": base.ANY,
     "experts": _are_of_v3,
-    "moe_layer_freq": _are_last,
+    "moe_layer_freq": are_first_layers_dense,
 }
 
 
@@ -374,17 +310,22 @@ def _rope_order_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _v3_to_nemo(config: Config) -> dict[str, Any]:
-    experts = _experts_to_nemo(config, (256, 8, 2048, 1), _first_dense(config, 3))
-    if experts:
-        scale = HfSettings(config).number("routed_scaling_factor", 2.5)
-        experts |= {**_sigmoid_router_to_nemo(config, 8, 4), expert_keys.SCALING_FACTOR: scale}
     return settings.decoder_to_nemo(
         config,
         name="deepseek_v3",
         head_dim=64,
         **_latent_to_nemo(config, (1536, 512, 128, 64, 128)),
         **_rope_order_to_nemo(config),
-        **experts,
+        **_experts_to_nemo(
+            config,
+            _first_dense(config, 3),
+            _SIGMOID,
+            n_routed_experts=256,
+            moe_intermediate_size=2048,
+            n_group=8,
+            topk_group=4,
+            routed_scaling_factor=2.5,
+        ),
     )
 
 
@@ -395,7 +336,7 @@ def _v3_to_hf(config: Config) -> dict[str, Any]:
         **_latent_to_hf(config),
         **_experts_to_hf(config),
         rope_interleave=_is_interleaved(config),
-        first_k_dense_replace=_marks_of(config).count(0),
+        num_nextn_predict_layers=0,
     )
 
 
@@ -403,10 +344,9 @@ DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
     to_nemo=_v3_to_nemo,
     to_hf=_v3_to_hf,
-    layer=_layer(_ROUTER, _BIAS),
+    layer=_layer(BIASED_EXPERTS),
     made_of=_MADE_OF,
-    # Layers for the prediction of several tokens (MTP) are numbered behind the others.
-    dropped="model.layers.{layers}.",
+    dropped=base.MTP_LAYERS,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
 
@@ -416,15 +356,24 @@ KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
 
 def _v2_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
-    experts = _experts_to_nemo(config, (64, None, 1407, 2), _first_dense(config, 0))
+    experts = _experts_to_nemo(
+        {"n_shared_experts": 2, **config},
+        _first_dense(config, 0),
+        ("softmax", "greedy", "group_limited_greedy"),
+        n_routed_experts=64,
+        moe_intermediate_size=1407,
+    )
     if experts:
-        reader.only("scoring_func", "softmax")
+        reader.count("num_experts_per_tok")  # transformers' class has no default
         # transformers' class ignores true, although DeepSeek's own code does not.
         reader.only("norm_topk_prob", False, None)
-        reader.only("topk_method", "greedy", "group_limited_greedy")
-        experts[expert_keys.PRE_SOFTMAX] = True
-        if config.get("topk_method") == "group_limited_greedy":
-            experts |= _groups_to_nemo(config, 1, 1)
+        experts |= {
+            expert_keys.PRE_SOFTMAX: True,
+            expert_keys.SCORE_FUNCTION: expert_keys.SOFTMAX,
+            expert_keys.EXPERT_BIAS: False,
+        }
+        if config.get("topk_method") != "group_limited_greedy":
+            experts |= {expert_keys.GROUP_COUNT: 1, expert_keys.GROUP_TOP_K: 1}
     return settings.decoder_to_nemo(
         config,
         name="deepseek_v2",
@@ -443,7 +392,6 @@ def _v2_to_hf(config: Config) -> dict[str, Any]:
         **_latent_to_hf(config),
         **experts,
         topk_method="group_limited_greedy" if is_grouped else "greedy",
-        first_k_dense_replace=_marks_of(config).count(0),
         mlp_bias=False,
     )
 
@@ -452,7 +400,7 @@ DEEPSEEK_V2 = ModelFamily(
     name="deepseek_v2",
     to_nemo=_v2_to_nemo,
     to_hf=_v2_to_hf,
-    layer=_layer(_ROUTER),
+    layer=_layer(tuple(rule for rule in BIASED_EXPERTS if rule.dtype is None)),
     made_of={**_MADE_OF, "experts": _are_of_v2},
 )
 
@@ -464,8 +412,7 @@ _SPARSE, _DENSE = "sparse", "dense"
 
 def _glm_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
-    count = reader.layers()
-    kinds = config.get("mlp_layer_types")
+    count, kinds = reader.layers(), config.get("mlp_layer_types")
     if kinds is None:
         reader.only("first_k_dense_replace", 1)
         kinds = [_DENSE, *[_SPARSE] * (count - 1)]
@@ -475,11 +422,6 @@ def _glm_to_nemo(config: Config) -> dict[str, Any]:
             f"mlp_layer_types: got {shown(kinds)}, wanted {_SPARSE!r} or {_DENSE!r} for each of "
             f"the {count} layers"
         )
-    marks = [int(kind == _SPARSE) for kind in kinds]
-    experts = _experts_to_nemo(config, (64, 4, 1536, 1), marks)
-    if experts:
-        scale = reader.number("routed_scaling_factor", 1.8)
-        experts |= {**_sigmoid_router_to_nemo(config, 1, 1), expert_keys.SCALING_FACTOR: scale}
     return settings.decoder_to_nemo(
         config,
         name="glm4_moe_lite",
@@ -487,19 +429,31 @@ def _glm_to_nemo(config: Config) -> dict[str, Any]:
         epsilon=1e-5,
         **_latent_to_nemo(config, (768, 512, 192, 64, 256)),
         **_rope_order_to_nemo(config),
-        **experts,
+        **_experts_to_nemo(
+            config,
+            [int(kind == _SPARSE) for kind in kinds],
+            _SIGMOID,
+            n_routed_experts=64,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1536,
+            routed_scaling_factor=1.8,
+        ),
     )
 
 
 def _glm_to_hf(config: Config) -> dict[str, Any]:
-    kinds = [_SPARSE if mark else _DENSE for mark in _marks_of(config)]
+    shape, experts = ModelShape.from_config(config), _experts_to_hf(config)
+    del experts["first_k_dense_replace"]
+    numbers = range(1, shape.num_layers + 1)
+    kinds = [_DENSE if shape.of_layer(n).experts is None else _SPARSE for n in numbers]
     return settings.decoder_to_hf(
         config,
         "glm4_moe_lite",
         **_latent_to_hf(config),
-        **_experts_to_hf(config),
+        **experts,
         rope_interleave=_is_interleaved(config),
         mlp_layer_types=kinds,
+        num_nextn_predict_layers=0,
     )
 
 
