@@ -86,8 +86,8 @@ def test_latent_attention_rejects_layouts_that_cannot_split_it() -> None:
     shape = ModelShape.from_config(config_of("deepseek_v3"))
     shape.check_fits(2, 1)
     assert shape.latent_attention is not None
-    latent = replace(shape.latent_attention, q_lora_rank=25)
-    with pytest.raises(ConfigError, match="got 2, wanted a divisor of the 57 channels of the mod"):
+    latent = replace(shape.latent_attention, q_lora_rank=33)
+    with pytest.raises(ConfigError, match="got 2, wanted a divisor of the 65 channels of the mod"):
         replace(shape, latent_attention=latent).check_fits(2, 1)
     with pytest.raises(ConfigError, match="got 8, wanted a divisor of the model's 4 attention"):
         shape.check_fits(8, 1)
