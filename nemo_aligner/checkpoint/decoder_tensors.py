@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.utils.errors import ConfigError
 
 # Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.
@@ -79,7 +80,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def _mixer(shape: ModelShape) -> Shapes:
-    """Return the shapes of a layer's attention weights, or of its linear attention, by name."""
+    """Return the shapes of the weights of attention, of whichever kind the layer has."""
     hidden, channels = shape.hidden_size, shape.kv_channels
     linear = shape.linear_attention
     if linear is not None:
@@ -91,6 +92,8 @@ def _mixer(shape: ModelShape) -> Shapes:
             "self_attention.dt_bias": (linear.num_value_heads,),
             "self_attention.norm_weight": (linear.value_head_dim,),
         }
+    if shape.latent_attention is not None:
+        return _latent_attention(shape.latent_attention, hidden)
     heads = shape.num_attention_heads * channels
     # The fused projection has rows for the queries of all heads, for their output gates if there
     # are any, and for one key and one value of each query group.
@@ -107,6 +110,20 @@ def _mixer(shape: ModelShape) -> Shapes:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+    return tensors
+
+
+def _latent_attention(latent: LatentAttentionShape, hidden: int) -> Shapes:
+    tensors: Shapes = {
+        "self_attention.linear_qkv.weight": (latent.projection_width, hidden),
+        "self_attention.linear_proj.weight": (hidden, latent.value_width),
+        "self_attention.kv_latent_layernorm.weight": (latent.kv_lora_rank,),
+        "self_attention.linear_kv_up_proj.weight": (latent.key_value_width, latent.kv_lora_rank),
+    }
+    if latent.q_lora_rank is not None:
+        tensors["self_attention.q_latent_layernorm.weight"] = (latent.q_lora_rank,)
+        up = (latent.query_width, latent.q_lora_rank)
+        tensors["self_attention.linear_q_up_proj.weight"] = up
     return tensors
 
 
@@ -127,6 +144,8 @@ def _mlp(shape: ModelShape) -> Shapes:
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:
         tensors["mlp.router.shared_gate"] = (1, hidden)
+    if experts.expert_bias:
+        tensors["mlp.router.expert_bias"] = (experts.count,)
     sizes = {"experts": (experts.count, experts.width)}
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)

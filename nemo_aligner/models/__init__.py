@@ -10,7 +10,7 @@ after the other) goes through it:
   of their batch.
 - ``backbone.py`` has megatron-core's config and layer spec, ``decoder_layer.py`` the layers. Their
   parts are in ``layers.py`` (linear layers, norms), ``activations.py``, ``rotary.py`` (RoPE),
-  ``experts.py`` and ``expert_rows.py`` (mixture-of-experts), and ``lora.py``.
+  ``experts.py``, ``expert_rows.py`` and ``router.py`` (mixture-of-experts), and ``lora.py``.
 - ``attention/`` has attention over packs, ``pointwise/`` the kernels between the matmuls.
 - ``pack_context.py`` has what layers need to know of a pack, passed to them as an argument.
 - ``step.py`` runs packs through Megatron's schedules: training, scoring, a critic's values.

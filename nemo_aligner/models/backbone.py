@@ -41,6 +41,7 @@ from nemo_aligner.models.internals import (
     has_weight_gradient_kernel,
     mlp_spec,
 )
+from nemo_aligner.models.latent_attention import LatentAttention
 from nemo_aligner.models.layers import (
     NORMS,
     BiaslessLayerNorm,
@@ -314,16 +315,16 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA, nor linear attention or output gates, nor norms of queries and keys after
-    RoPE. The code path that calls them supports neither biases of all linear layers nor a parallel
+    before them, nor LoRA, nor linear or latent attention, nor output gates, nor norms of queries
+    and keys after RoPE. The code path that calls them supports neither biases of all linear layers nor a parallel
     residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used
     there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    has_plain_attention = shape.linear_attention is None and not (
-        shape.attention_output_gate or shape.qk_norm_after_rope
-    )
+    is_replaced = shape.linear_attention is not None or shape.latent_attention is not None
+    has_other_parts = shape.attention_output_gate or shape.qk_norm_after_rope
+    has_plain_attention = not (is_replaced or has_other_parts)
     has_its_norms &= shape.normalization != "layernorm_without_bias"
     has_plain_layers = not (shape.linear_bias or shape.parallel_residual)
     is_plain = has_plain_attention and has_plain_layers and shape.lora is None
@@ -416,6 +417,14 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
             "reads_rows": core_attention is LastTokenAttention,
         }
         return ModuleSpec(module=GatedDeltaNet, params=options)
+    if shape.latent_attention is not None:
+        options = {
+            "shape": shape,
+            "linears": (parts.norm_linear, parts.row_linear),
+            "norm": parts.other_norm,
+            "core_attention": core_attention,
+        }
+        return ModuleSpec(module=LatentAttention, params=options)
     query_norm, key_norm = _query_key_norms(parts, shape)
     submodules = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,

@@ -24,11 +24,12 @@ from nemo_aligner.cpu.products import (
 )
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.collectives import max_over_model_ranks
-from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, Router
+from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.internals import engine_layers
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, in_chunks, rows_now
 from nemo_aligner.models.reward_head import HeadLayer, RewardHead
 from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.router import Router
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)

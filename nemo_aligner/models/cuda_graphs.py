@@ -24,7 +24,6 @@ from nemo_aligner.batch.packed import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.experts import routers
 from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients
-from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.utils.processes import is_main
 
@@ -490,9 +489,9 @@ def why_not_graphed(model: Any) -> str | None:
         return "the host waits for the number of tokens of each expert"
     if engine_layers(model):
         return "its layers are TransformerEngine's"
-    if any(isinstance(module, GatedDeltaNet) for module in model.modules()):
-        return "linear attention takes other numbers of chunks in every pack"
     for layer in model.modules():
+        if hasattr(layer, "why_not_graphed"):
+            return layer.why_not_graphed
         if isinstance(layer, PackedAttention) and not layer.has_kernel:
             return "attention runs one segment at a time"
     return None

@@ -16,7 +16,6 @@ from nemo_aligner.cpu.products import MOST_ROWS
 from nemo_aligner.models.attention.packed import Norms, norm_joined
 from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns
-from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.eager import by_whole_rows
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
@@ -124,13 +123,21 @@ class PackedLayer(TransformerLayer):
         """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         mixed, _ = attention.linear_qkv(normed, context=context)
-        if isinstance(attention, GatedDeltaNet):
+        if self._has_attend:
             return attention.attend(mixed, context)
         attended = self._attend_to_keys(mixed, context)
         if self.config.attention_output_gate:
             gate = self._split_groups(mixed)[1].flatten(2)
             attended = attended * self._select_attended(gate, context).sigmoid()
         return attended
+
+    @property
+    def _has_attend(self) -> bool:
+        """Tell if the attention module computes all between its two linear layers by ``attend``.
+
+        Linear attention and latent attention do. For megatron-core's SelfAttention this layer does.
+        """
+        return hasattr(self.self_attention, "attend")
 
     def _attend_to_keys(self, mixed: Tensor, context: PackContext) -> Tensor:
         """Attend in training as megatron-core's attention does, without an output gate."""
@@ -279,7 +286,7 @@ class PackedLayer(TransformerLayer):
         ``_split_groups`` describes that output.
         """
         attention = self.self_attention
-        if isinstance(attention, GatedDeltaNet):
+        if self._has_attend:
             return attention.attend(mixed, context)
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:

@@ -2,9 +2,9 @@
 
 megatron-core's own MoE layer (0.16 to 0.19) allocates on CUDA, and a token's output depends on its
 neighbours: an expert multiplies the rows of all tokens that chose it together. Here the router
-computes in fp32, the expert with the lower number wins a tie, tokens are sorted by expert but keep
-their order within an expert, matmuls are those of ``layers.py``, and a token's expert outputs are
-added in order of descending probability.
+(``router.py``) computes in fp32, tokens are sorted by expert but keep their order within an expert,
+matmuls are those of ``layers.py``, and a token's expert outputs are added in the order in which the
+router ranks the experts.
 
 Expert parallelism splits the experts over data parallel ranks, which exchange tokens. Tensor
 parallelism splits every expert. Its ranks sum their partial results only after a token's expert
@@ -34,6 +34,7 @@ from torch.autograd import Function
 from nemo_aligner.cpu.products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_rows import Exchange, RowCounts
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.router import Router, count_choices
 from nemo_aligner.models.shapes.experts import ExpertShape
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class MixtureOfExperts(MegatronModule):
         places = torch.empty_like(by_expert)
         places[by_expert] = torch.arange(len(places), device=places.device)
         places = places.view_as(chosen)
-        counts = _count_choices(chosen, self.shape.count)
+        counts = count_choices(chosen, self.shape.count)
         rows_of_experts = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
         group = self.experts.group
         if group.size() == 1:
@@ -133,142 +134,25 @@ class MixtureOfExperts(MegatronModule):
         return _Combine.apply(rows_of_experts, weights, places)
 
 
-class Router(torch.nn.Module):
-    """Chooses each token's experts and their weights, in fp32.
-
-    It is replicated on all ranks. Under sequence parallelism each rank routes only its own tokens,
-    so its parameters are marked for Megatron to sum their gradients over the TP ranks.
-
-    Attributes:
-        aux_loss_coeff: factor of the load-balancing loss, ``E * sum(f_e * P_e)`` of a pack, with
-            the fraction ``f_e`` of choices and the mean probability ``P_e`` of each of E experts
-            (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The step's loss is the mean
-            over all records, where each record has the loss of its pack.
-        load: ``[E]`` int64, how often each expert was chosen on this rank in training since the
-            last ``take_load``.
-    """
-
-    aux_loss_coeff = 0.0
-
-    def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
-        super().__init__()
-        self._shape = shape
-        # The process group of the ranks that split the tokens of one pack.
-        self._group = parallel_state.get_context_parallel_group()
-        self._part = 0  # index of this rank's part of the tokens under sequence parallelism
-        if config.sequence_parallel:
-            self._group = parallel_state.get_tensor_and_context_parallel_group()
-            self._part = parallel_state.get_tensor_model_parallel_rank()
-        self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
-        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
-        self.register_parameter("shared_gate", None)
-        if shape.shared_gate:
-            self.shared_gate = torch.nn.Parameter(torch.empty(1, config.hidden_size, **kind))
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(
-        self, tokens: Tensor, rows: int | None, balance: Balance | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose experts for ``tokens [T, hidden]``.
-
-        Args:
-            rows: rows of a batch invariant matmul; None computes all rows at once.
-            balance: which tokens of the pack the router counts; needed in training.
-
-        Returns:
-            The chosen experts' numbers ``[T, k]`` int64, and their weights ``[T, k]`` in fp32. With
-            a gated shared expert the weights are ``[T, k + 1]``, and the last one is that expert's
-            factor.
-        """
-        wide = tokens.float()
-        shares = _multiply(wide, self.weight.float(), rows).softmax(-1)
-        # Use a stable sort: topk does not define which of two equal values comes first.
-        ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
-        chosen = ranked[:, : self._shape.top_k].contiguous()
-        if self.training and torch.is_grad_enabled():  # so that recomputed layers count once
-            assert balance is not None
-            shares = self._add_balance_gradient(shares, chosen, balance)
-        weights = shares.gather(-1, chosen)
-        if self._shape.renormalized:
-            total, *less_probable = weights.unbind(-1)
-            for weight in less_probable:  # a loop, because it sums in the same order for any T
-                total = total + weight
-            weights = weights / total[:, None]
-        if self.shared_gate is None:
-            return chosen, weights
-        # Compute sigmoid(x) as softmax((x, 0)): torch's sigmoid on a CPU is not bit-identical for
-        # all T.
-        logits = F.pad(_multiply(wide, self.shared_gate.float(), rows), (0, 1))
-        return chosen, torch.cat([weights, logits.softmax(-1)[:, :1]], dim=1)
-
-    def _add_balance_gradient(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
-        """Return ``shares [T, E]``, whose gradient will include that of the load-balancing loss.
-
-        Also add to ``load`` how often each expert is in ``chosen [T, k]``, for real tokens only.
-        """
-        counted = min(max(0, balance.tokens - self._part * len(chosen)), len(chosen))
-        counts = _count_choices(chosen[:counted], self._shape.count)
-        self.load += counts
-        if not self.aux_loss_coeff:
-            return shares
-        counts = torch.cat([counts, counts.new_tensor([counted])])
-        if self._group.size() > 1:
-            dist.all_reduce(counts, group=self._group)
-        count, top_k = self._shape.count, self._shape.top_k
-        factor = self.aux_loss_coeff * balance.losses_per_record * balance.records * count / top_k
-        slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
-        return _WithSlope.apply(shares, slope, counted)
-
-
-def _count_choices(chosen: Tensor, count: int) -> Tensor:
-    """Count how often each of ``count`` experts was ``chosen [T, k]`` -> ``[count]`` int64.
-
-    ``bincount`` would make the host wait for the GPU, because it needs the largest number.
-    """
-    numbers = chosen.flatten()
-    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
-
-
-class _WithSlope(Function):
-    """Return ``shares [T, E]`` unchanged; the backward pass adds ``slope [E]`` to their gradient.
-
-    It adds to the first ``counted`` rows, which are real tokens rather than filler. This is the
-    gradient of the load-balancing loss, computed without the loss.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shares: Tensor, slope: Tensor, counted: int) -> Tensor:
-        ctx.save_for_backward(slope)
-        ctx.counted = counted
-        return shares.view_as(shares)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0].clone()
-        grad[: ctx.counted] += ctx.saved_tensors[0]
-        return grad, None, None
-
-
 def routers(model: Any) -> dict[int, Router]:
     """Return the routers of this pipeline stage by the number of their layer, from 1."""
     layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
     return {layer.layer_number: layer.mlp.router for layer in layers}
 
 
-def take_load(model: Any, num_layers: int) -> Tensor:
+def take_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
     """Return the routers' load summed over all ranks, ``[L, E]`` int64, and reset it; collective.
+
+    A layer without experts has zeros.
 
     Args:
         num_layers: L, the number of layers of the whole model.
+        num_experts: E, the number of experts in a layer.
     """
-    local_routers = routers(model)
-    (count,) = {router.load.numel() for router in local_routers.values()}
     device = torch.cuda.current_device()
-    total = torch.zeros(num_layers, count, dtype=torch.int64, device=device)
+    total = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
     is_copy = parallel_state.get_tensor_model_parallel_rank() > 0
-    for number, router in local_routers.items():
+    for number, router in routers(model).items():
         if not is_copy or model.config.sequence_parallel:
             total[number - 1] = router.load
         router.load.zero_()
@@ -280,27 +164,23 @@ def take_load(model: Any, num_layers: int) -> Tensor:
 def describe_load(load: Tensor) -> dict[str, float]:
     """Compute the metrics of ``load [L, E]``, how often each expert of each layer was chosen.
 
-    The last layer is left out unless it is the only one, because only the tokens that the head
-    reads go through its MLP.
+    Layers without experts are left out. So is the last layer unless it is the only one with
+    experts, because only the tokens that the head reads go through its MLP.
 
     Returns:
         ``expert_load_max``: the load of a layer's busiest expert over the layer's mean load, in the
         worst layer; ``expert_load_mean_max``: the same ratio averaged over the layers;
         ``experts_unused``: the fraction of experts that no token chose.
     """
-    counted = (load[:-1] if len(load) > 1 else load).double()
+    counted = load[:-1][load[:-1].any(1)].double()
+    if len(counted) == 0:
+        counted = load[-1:].double()
     busiest = counted.amax(1) / counted.mean(1).clamp(min=1e-9)
     return {
         "expert_load_max": float(busiest.max()),
         "expert_load_mean_max": float(busiest.mean()),
         "experts_unused": float((counted == 0).double().mean()),
     }
-
-
-def _multiply(input: Tensor, weight: Tensor, rows: int | None) -> Tensor:
-    if rows is None:
-        return F.linear(input, weight)
-    return invariant_linear(input, weight, None, rows)
 
 
 class ExpertMLP(MegatronModule):

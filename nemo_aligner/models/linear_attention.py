@@ -43,7 +43,12 @@ class GatedDeltaNet(MegatronModule):
         linears: classes of the two linear layers.
         reads_rows: ``attend`` returns only the rows that the head reads. The states are those of
             all tokens.
+
+    Attributes:
+        why_not_graphed: why CUDA graphs cannot capture this module.
     """
+
+    why_not_graphed = "linear attention takes other numbers of chunks in every pack"
 
     def __init__(
         self,

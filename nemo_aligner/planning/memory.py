@@ -27,7 +27,6 @@ from nemo_aligner.planning.cost import (
     is_recomputed,
     keeps_input,
     mixer_widths,
-    mlp_width,
     optimizer_parameters,
     parameters,
     stage_layers,
@@ -227,6 +226,10 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
+    if shape.latent_attention is not None:
+        # The up projections have no adapters, so they keep no inputs with LoRA.
+        trains_up = keeps_input(shape, plan, layer, "linear_kv_up_proj")
+        return _kept_of_latents(shape, plan, is_output_kept, trains_up)
     if shape.attention_output_gate:
         inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
     # Norms after RoPE are a part of the attention that selective recomputation computes again.
@@ -237,6 +240,28 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     return heads, inner
+
+
+def _kept_of_latents(
+    shape: ModelShape, plan: Plan, is_output_kept: bool, is_trained: bool
+) -> tuple[float, float]:
+    """Count what ``_kept_of_mixer`` returns for latent attention.
+
+    Every rank keeps the latents, and their norms' outputs, of which the results are divided by t
+    later. Values and the output have as many channels as keys; the output projection reads a copy
+    of the output without the padding. Selective recomputation keeps only the input projection's
+    outputs, and that copy.
+    """
+    latent = shape.latent_attention
+    assert latent is not None
+    copied = is_output_kept * (latent.v_head_dim < latent.key_channels) * latent.value_width
+    if plan.recompute is Recompute.selective:
+        return 0, latent.projection_width + is_output_kept * latent.value_width
+    latents = (latent.q_lora_rank or 0) + latent.latent_width + is_trained * latent.norm_width
+    _, _, q, _ = widths(shape)
+    norms = 1 + (latent.q_lora_rank is not None)
+    heads = shape.num_attention_heads + norms * plan.tp
+    return heads, 2 * q + _key_width(shape, plan) + copied + latents * plan.tp
 
 
 def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -261,7 +286,7 @@ def _rank_width(shape: ModelShape, plan: Plan) -> float:
     """Count the MLP channels that the busiest expert parallel rank computes, per token."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
-    return mlp_width(shape) + excess
+    return shape.active_mlp_width + excess
 
 
 def _reads_norm(shape: ModelShape) -> bool:
@@ -279,7 +304,8 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     These tensors are kept:
 
     - a copy of the token for each of its k experts, and the output of each expert
-    - in fp32, the router's probabilities of all experts and the weights of the k experts
+    - in fp32, the router's scores of all experts and the weights of the k experts; sigmoid scores
+      are kept together with 1 minus them
     - the indices and positions of the k experts, 8 bytes each
     - with a gated shared expert: the shared expert's output
     - with a gated shared expert or a trained router: the token in fp32, which sequence parallelism
@@ -297,7 +323,7 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     split = plan.tp if plan.sequence_parallel else 1
     if shape.experts.shared_width is not None and is_input_kept:
         rows += 1 - 1 / split
-    in_fp32: float = shape.experts.count + 6 * k
+    in_fp32: float = (1 + shape.experts.is_sigmoid) * shape.experts.count + 6 * k
     reads_fp32 = shape.experts.shared_gate or plan.train_router
     if reads_fp32 and (size < FP32_BYTES or not _reads_norm(shape)):
         in_fp32 += shape.hidden_size / split
@@ -335,11 +361,13 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     trained = _trained_layers(shape, plan, stage)
     kept_bytes = pack_activations(shape, plan, stage)
     moments, freed = [0.0], 0.0
-    if len(trained) < len(stage_layers(shape, plan, stage)):
-        # During the forward pass of a frozen layer, three tensors of the MLP's width and five
-        # hidden states exist at the same time. No activations of this pack are kept yet.
+    frozen = stage_layers(shape, plan, stage)[: -len(trained) or None]
+    if frozen:
+        # In a frozen layer, no activations of this pack are kept yet. Three tensors of the MLP's
+        # width and five hidden states exist at the same time.
         states = 5 * _state(shape, plan)
-        moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept_bytes)
+        width = max(shape.of_layer(layer + 1).active_mlp_width for layer in frozen)
+        moments.append(tokens * (states + 3 * width * size / plan.tp) - kept_bytes)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
         in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
@@ -394,6 +422,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     A frozen layer has not kept the input of the second projection, so f less are freed, and it
     computes no gradients of weights. Without a gate, the first projection needs f instead of 2 f.
     """
+    shape = shape.of_layer(layer + 1)
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
         if is_recomputed(shape, plan, layer):
@@ -475,7 +504,7 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
         needed += attention_gradients
     attention = plan.tokens * needed + _in_attention(shape, plan)
     num_weights = 2 if shape.is_gated else 1
-    mlp = num_weights * size * _weight_gradient(shape, plan, last)
+    mlp = num_weights * size * _weight_gradient(shape.of_layer(last + 1), plan, last)
     return max(attention, mlp) + plan.tokens * recomputed
 
 

@@ -41,6 +41,22 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+GROUPED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
 CASES: dict[str, dict[str, Any]] = {
@@ -211,6 +227,43 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
         "tie_word_embeddings": False,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        # With 24, rounding to bf16 chose other experts.
+        "q_lora_rank": 32,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3_untied": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 4,
+        "rope_interleave": False,
+        "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "topk_method": "group_limited_greedy",
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 4.0,
+        "rope_parameters": {**YARN_ROPE, "mscale_all_dim": 0.7},
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+        # As many channels as in a key.
+        "v_head_dim": 24,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **EXPERTS,
@@ -226,11 +279,51 @@ CASES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "tie_word_embeddings": False,
     },
+    "qwen3_moe_dense": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+        "moe_intermediate_size": 40,
+        # Layers 1 and 2, a stage of a pipeline of two, have no experts.
+        "mlp_only_layers": [0, 1],
+    },
+    "qwen2_moe_dense": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        # The last layer has no experts.
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
     "mixtral": {
         "model_type": "mixtral",
         "num_local_experts": 4,
         "intermediate_size": 64,
         "sliding_window": WINDOW,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "head_dim": 32,
+    },
+    "glm4_moe_untied": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
     },
     "olmoe": {
         "model_type": "olmoe",
@@ -313,6 +406,12 @@ def odd_settings(case: str) -> dict[str, Any]:
     if "num_experts" in config or "num_local_experts" in config:
         counts = "num_experts" if "num_experts" in config else "num_local_experts"
         settings |= {counts: 7, "moe_intermediate_size": 44}
+    if "n_routed_experts" in config:
+        settings |= {"n_routed_experts": 12, "moe_intermediate_size": 44}
+    if "kv_lora_rank" in config:
+        del settings["head_dim"]
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+        settings["kv_lora_rank"] = 28
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         # RoPE needs a factor for each pair of rotated channels.
@@ -360,6 +459,9 @@ def _shift_norms(model: Any) -> None:
             if name.endswith("A_log"):
                 # Drawn as they are, states would be forgotten within a few tokens.
                 parameter.sub_(6)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -494,25 +494,25 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
         read: reads an unsharded tensor, in any dtype, by its name in ``decoder_tensors`` and its
             layer (None outside the layers).
     """
-    parameters = dict(model.named_parameters())
-    by_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    by_layer: dict[int | None, list[tuple[Tensor, str]]] = defaultdict(list)
     # With this option each key has its layer's number. Without it one key stands for all layers.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
-        if name not in parameters:
+        if name not in tensors:
             continue  # TransformerEngine's opaque _extra_state holds no weights
         number, _, name_in_layer = entry.key.removeprefix(LAYERS).partition(".")
         is_inside = entry.key.startswith(LAYERS)
         layer, key = (int(number), name_in_layer) if is_inside else (None, entry.key)
-        by_layer[layer].append((parameters[name], key))
+        by_layer[layer].append((tensors[name], key))
 
     def fill(layer: int | None) -> None:
-        for parameter, key in by_layer[layer]:
-            parameter.data = read(key, layer).to(parameter.device, parameter.dtype)
+        for tensor, key in by_layer[layer]:
+            tensor.data = read(key, layer).to(tensor.device, tensor.dtype)
 
     def empty(layer: int) -> None:
-        for parameter, _ in by_layer[layer]:
-            parameter.data = parameter.new_empty(0)
+        for tensor, _ in by_layer[layer]:
+            tensor.data = tensor.new_empty(0)
 
     # Embedding and final norm stay in memory; only the layers are loaded and freed in turn.
     fill(None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import (
+    MTP_LAYERS,
+    ModelFamily,
+    Rule,
+    add_zero_groups,
+)
+from nemo_aligner.checkpoint.hf.families.settings import HfSettings
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -189,7 +196,7 @@ def _convert(
     check_tensors(family, config, expected, source.tensors, dropped)
     zero_groups = -config["num_query_groups"] % tensor_parallel
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
-    stored = format_of(dtype_of_matrices(_list_all(tensors, layers)))
+    stored = format_of(_dtype_of_weights(tensors, layers))
     headed_config = with_head_shape(config, None if head is None else head.shape)
     archived = _add_zero_groups({**headed_config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
@@ -227,13 +234,20 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
     """Leave out the tensors that the family drops, and add a note about them."""
     if not family.dropped:
         return source
+    prefixes = [family.dropped]
+    if family.dropped == MTP_LAYERS:
+        reader = HfSettings(source.config)
+        first, key = reader.layers(), "num_nextn_predict_layers"
+        last = first + reader.count(key, reader.count("num_mtp_layers", 1, least=0), least=0)
+        prefixes = [MTP_LAYERS.format(mtp=layer) for layer in range(first, last)]
     tensors = {
         name: tensor
         for name, tensor in source.tensors.items()
-        if not name.startswith(family.dropped)
+        if not name.startswith(tuple(prefixes))
     }
     count = len(source.tensors) - len(tensors)
-    notes = [f"dropped: {count} tensors {family.dropped}*"] if count else []
+    names = ", ".join(f"{prefix}*" for prefix in prefixes)
+    notes = [f"dropped: {count} tensors {names}"] if count else []
     return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 
@@ -316,7 +330,7 @@ def _plan_tensors(
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
             data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
-            return data.to(dtype or data.dtype).contiguous()
+            return data.to(rule.dtype or dtype or data.dtype).contiguous()
 
         def read(parts: Sequence[LazyTensor] = parts, join: Any = join) -> Tensor:
             return join([part.read() for part in parts])
@@ -330,6 +344,18 @@ def _plan_tensors(
         else:
             layers.setdefault(key, []).append(tensor)
     return tensors, layers
+
+
+def _dtype_of_weights(
+    tensors: Mapping[str, LazyTensor], layers: Mapping[str, list[LazyTensor]]
+) -> torch.dtype:
+    """Return the dtype that all matrices share, or fp32 if they differ.
+
+    Routers do not count: transformers stores some of them in fp32 in a model of bf16 matrices.
+    """
+    parts = ({key: [tensor] for key, tensor in tensors.items()}, layers)
+    stacks = (stack for part in parts for key, stack in part.items() if ".mlp.router." not in key)
+    return dtype_of_matrices(chain.from_iterable(stacks))
 
 
 def _list_all(

@@ -52,6 +52,7 @@ _OPTIONAL_KEYS = (
     "rotary_base",
     "rotary_percentage",
     "qkv_bias",
+    "qk_layernorm",
 )
 
 
@@ -190,7 +191,8 @@ class RewardArchive:
             rule for rule, rule_layer in self.rules if (rule.megatron, rule_layer) == (name, layer)
         )
         parts = self.split(rule, self.read(rule, layer))
-        return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
+        stored = rule.dtype or dtype
+        return self.join(rule, [part.to(stored or part.dtype).float() for part in parts])
 
     def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the decoder with its Hugging Face name.
@@ -202,7 +204,7 @@ class RewardArchive:
         for rule, layer in self.rules:
             data = self.read(rule, layer)
             for name, part in zip(rule.hf, self.split(rule, data), strict=True):
-                part = part.to(dtype or part.dtype)
+                part = part.to(rule.dtype or dtype or part.dtype)
                 if rule.megatron == EMBEDDING:
                     part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
                 yield name, part

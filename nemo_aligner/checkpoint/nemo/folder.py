@@ -412,13 +412,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
 }
-# Settings that are supported only in archives of this package, because Megatron's checkpoints store
-# the tensors of mixture-of-experts (MoE) models and of linear attention in other shapes.
+# Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
+# (MoE) model, of linear and of latent attention have other shapes in Megatron's checkpoints.
 _SUPPORTED_IN_ARCHIVES = (
     "num_moe_experts",
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
+    "multi_latent_attention",
 )
 # Gemma 2's settings, with the values that switch them off. NeMo applies the sliding window in the
 # layers in which Google's model has none, so Gemma 2 is not supported. final_logit_softcapping is

@@ -14,6 +14,10 @@ from nemo_aligner.config.common import (
 from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
+from nemo_aligner.models.shapes.latent_attention import (
+    LatentAttentionShape,
+    read_latent_attention,
+)
 from nemo_aligner.models.shapes.layer import check_supported, read_layer
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 from nemo_aligner.models.shapes.lora import LoraShape, read_lora
@@ -43,6 +47,14 @@ _NAMED_LATER = {
     "linear_bias": False,
     "parallel_residual": False,
     "one_norm_per_layer": False,
+}
+# The same for the fields of ``ExpertShape``.
+_NAMED_LATER_OF_EXPERTS = {
+    "score_function": "softmax",
+    "expert_bias": False,
+    "num_groups": 1,
+    "group_topk": 1,
+    "scaling_factor": 1.0,
 }
 
 
@@ -95,6 +107,11 @@ class ModelShape:
             sum of input and attention: ``x + attention(norm(x)) + mlp(norm'(x))``, as in GPT-NeoX.
         one_norm_per_layer: with a parallel residual, attention and MLP have the same norm, as in
             Cohere: ``x + attention(norm(x)) + mlp(norm(x))``.
+        moe_layer_freq: for each layer of a mixture-of-experts model a 1 if it has experts, and a 0
+            if it has an MLP of ``ffn_hidden_size`` instead; None if all layers have experts.
+        latent_attention: sizes of multi-head latent attention, which all layers then have;
+            ``kv_channels`` and ``rotary_percentage`` are those of its queries and keys. None for
+            other attention.
     """
 
     num_layers: int
@@ -144,6 +161,8 @@ class ModelShape:
     linear_bias: bool = False
     parallel_residual: bool = False
     one_norm_per_layer: bool = False
+    moe_layer_freq: tuple[int, ...] | None = None
+    latent_attention: LatentAttentionShape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -154,6 +173,12 @@ class ModelShape:
         del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.longrope is not None:
             del fields["longrope"]["long"]  # checkpoints of early versions lack it
+        if self.experts is not None:
+            fields["experts"] = {
+                name: value
+                for name, value in fields["experts"].items()
+                if name not in _NAMED_LATER_OF_EXPERTS or value != _NAMED_LATER_OF_EXPERTS[name]
+            }
         return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -172,6 +197,9 @@ class ModelShape:
         groups = count_of_config(config, "num_query_groups", heads)
         channels = count_of_config(config, "kv_channels", hidden // heads)
         rotated = number_of_config(config, "rotary_percentage", 1.0)
+        latent = read_latent_attention(config)
+        if latent is not None:
+            channels, rotated = latent.key_channels, latent.rotary_percentage
         if heads % groups != 0:
             raise CheckpointError(
                 f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
@@ -207,6 +235,7 @@ class ModelShape:
             **read_layer(config),
             lora=read_lora(config),
             head=read_head_shape(config),
+            latent_attention=latent,
         )
 
     @property
@@ -222,7 +251,9 @@ class ModelShape:
     @property
     def softmax_scale(self) -> float | None:
         """Factor of the attention scores; None is ``kv_channels ** -0.5``."""
-        scalar = self.query_pre_attn_scalar
+        scalar, latent = self.query_pre_attn_scalar, self.latent_attention
+        if latent is not None:
+            return latent.score_factor * latent.key_channels**-0.5
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
@@ -260,7 +291,7 @@ class ModelShape:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same modules, so that archives stack their tensors."""
-        return self.linear_attention is None
+        return self.linear_attention is None and self.moe_layer_freq is None
 
     def of_layer(self, layer_number: int) -> ModelShape:
         """Return the shape of a model with the modules of layer 1 to ``num_layers`` in each layer.
@@ -270,8 +301,14 @@ class ModelShape:
         if self.is_uniform:
             return self
         is_full = is_in(self.linear_attention_freq, layer_number, 0)
-        linear = None if is_full else self.linear_attention
-        return replace(self, linear_attention=linear, linear_attention_freq=None)
+        is_dense = self.moe_layer_freq is not None and not self.moe_layer_freq[layer_number - 1]
+        return replace(
+            self,
+            linear_attention=None if is_full else self.linear_attention,
+            linear_attention_freq=None,
+            experts=None if is_dense else self.experts,
+            moe_layer_freq=None,
+        )
 
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
@@ -282,13 +319,16 @@ class ModelShape:
         key = "model.tensor_model_parallel_size"
         if self.linear_attention is not None:
             self.linear_attention.check_fits(tp)
+        if self.latent_attention is not None:
+            self.latent_attention.check_fits(tp)
         if self.experts is not None:
             self.experts.check_fits(tp, ep)
         elif ep > 1:
             raise ConfigError(
                 f"model.expert_model_parallel_size: got {ep}, wanted 1, as the model has no experts"
             )
-        elif self.ffn_hidden_size % tp != 0:
+        has_dense_layers = self.experts is None or self.moe_layer_freq is not None
+        if has_dense_layers and self.ffn_hidden_size % tp != 0:
             raise ConfigError(
                 f"{key}: got {tp}, wanted a divisor of the model's {self.ffn_hidden_size} ffn "
                 "channels"
@@ -340,9 +380,11 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count ``layer_parameters`` of attention or linear attention alone."""
+        """Count ``layer_parameters`` of attention alone, of whichever kind it is."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
+        if self.latent_attention is not None:
+            return self.latent_attention.parameters(self.hidden_size)
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
         return self._attention_parameters() + self.qkv_bias * biases, norms
@@ -367,11 +409,19 @@ class ModelShape:
         that a token goes through. For models with windows it is an upper bound. Layers with linear
         attention have no such pairs.
         """
-        width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
+        layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
+        width = sum(layer.active_mlp_width for layer in layers) / self.num_layers
         linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
-        numbers = range(1, self.num_layers + 1)
-        full = sum(self.of_layer(number).linear_attention is None for number in numbers)
+        full = sum(layer.linear_attention is None for layer in layers)
         return full / self.num_layers * 2 * self.num_attention_heads * self.kv_channels / linear
+
+    @property
+    def active_mlp_width(self) -> int:
+        """Number of MLP channels that a token goes through in a layer, in all its experts.
+
+        This shape must be the one that ``of_layer`` returns for that layer.
+        """
+        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
     @property
     def _mlp_matrices(self) -> int:
@@ -379,6 +429,8 @@ class ModelShape:
 
     def _attention_parameters(self) -> int:
         """Count the parameters of the weight matrices of a layer's attention."""
+        if self.latent_attention is not None:
+            return self.latent_attention.parameters(self.hidden_size)[0]
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         return self.hidden_size * ((2 + self.attention_output_gate) * heads + 2 * groups)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.common import count_of_config, read_count
+from nemo_aligner.config.common import count_of_config, optional_number_of_config, read_count
+from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # Megatron's keys, in the order of the fields of ``ExpertShape``.
@@ -16,6 +17,14 @@ EXPERT_TOP_K, EXPERT_WIDTH = "moe_router_topk", "moe_ffn_hidden_size"
 # weights are not renormalized.
 PRE_SOFTMAX = "moe_router_pre_softmax"
 SHARED_WIDTH, SHARED_GATE = "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"
+# Megatron's choice of the layers with experts: N for layers 1, N + 1, 2 N + 1 and so on; or a list
+# with a 1 for each layer with experts and a 0 for each dense layer.
+EXPERT_FREQUENCY = "moe_layer_freq"
+# Megatron's keys of the router.
+SCORE_FUNCTION, EXPERT_BIAS = "moe_router_score_function", "moe_router_enable_expert_bias"
+GROUP_COUNT, GROUP_TOP_K = "moe_router_num_groups", "moe_router_group_topk"
+SCALING_FACTOR = "moe_router_topk_scaling_factor"
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,15 @@ class ExpertShape:
             if there is none.
         shared_gate: a learned gate, a sigmoid computed from the token, multiplies the shared
             expert's output.
+        score_function: ``softmax`` or ``sigmoid``, which computes the scores of the experts from
+            the router's logits.
+        expert_bias: a constant for each expert is added to its score for the choice of experts, but
+            not for their weights (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Training does not
+            change the constants.
+        num_groups: number of equal groups into which the experts are divided; 1 is no groups.
+        group_topk: number of groups from which a token's experts are chosen. A group counts by its
+            best score, or with sigmoid scores by the sum of its two best.
+        scaling_factor: factor of the weights of a token's experts.
     """
 
     count: int
@@ -39,6 +57,21 @@ class ExpertShape:
     renormalized: bool
     shared_width: int | None = None
     shared_gate: bool = False
+    score_function: str = SOFTMAX
+    expert_bias: bool = False
+    num_groups: int = 1
+    group_topk: int = 1
+    scaling_factor: float = 1.0
+
+    @property
+    def is_sigmoid(self) -> bool:
+        return self.score_function == SIGMOID
+
+    @property
+    def has_plain_router(self) -> bool:
+        """True if scores are a softmax and alone decide the choice and the weights of experts."""
+        is_scaled = self.scaling_factor != 1
+        return not (self.is_sigmoid or self.expert_bias or self.num_groups > 1 or is_scaled)
 
     def check_fits(self, tp: int, ep: int) -> None:
         """Check that a layout splits the experts evenly.
@@ -67,7 +100,7 @@ class ExpertShape:
 
         Returns:
             The numbers of parameters of the routed experts, of the shared expert, and of the router
-            with the shared gate.
+            with the shared gate. The constants of ``expert_bias`` are not parameters.
         """
         shared = matrices * hidden_size * (self.shared_width or 0)
         routed = matrices * hidden_size * self.width * self.count
@@ -88,7 +121,7 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
 
     Raises:
         CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
-            without a gate, which are not supported with experts.
+            without a gate, which are not supported with experts; or ``_read_router`` raises.
     """
     if not config.get(EXPERT_COUNT):
         return None
@@ -115,4 +148,74 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
         renormalized=not flags[PRE_SOFTMAX],
         shared_width=None if shared is None else count_of_config(config, SHARED_WIDTH),
         shared_gate=shared is not None and bool(flags[SHARED_GATE]),
+        **_read_router(config, count, top_k),
     )
+
+
+def _read_router(config: Mapping[str, Any], count: int, top_k: int) -> dict[str, Any]:
+    """Read how the router scores and chooses ``top_k`` of ``count`` experts.
+
+    Raises:
+        CheckpointError: an unknown score function, a bias without sigmoid scores, or groups that do
+            not divide the experts or have fewer than ``top_k``.
+    """
+    function, bias = config.get(SCORE_FUNCTION) or SOFTMAX, config.get(EXPERT_BIAS)
+    if function not in (SOFTMAX, SIGMOID):
+        raise CheckpointError(
+            f"model_config.yaml: {SCORE_FUNCTION}: got {shown(function)}, wanted {SOFTMAX} or "
+            f"{SIGMOID}"
+        )
+    if not isinstance(bias, bool | None) or (bias and function != SIGMOID):
+        raise CheckpointError(
+            f"model_config.yaml: {EXPERT_BIAS}: got {shown(bias)} with {SCORE_FUNCTION}={function},"
+            f" wanted false, or true with {SIGMOID} scores"
+        )
+    key = f"model_config.yaml: {GROUP_COUNT}"
+    groups = read_count(config.get(GROUP_COUNT) or 1, key, "a whole number above 0", 1, count)
+    key = f"model_config.yaml: {GROUP_TOP_K}"
+    expected = f"a whole number from 1 to {groups}, the number of groups"
+    chosen = read_count(config.get(GROUP_TOP_K) or groups, key, expected, 1, groups)
+    if chosen == groups:
+        groups = chosen = 1
+    # A group counts by up to two scores, and the chosen groups must have ``top_k`` experts.
+    least = max(2 if function == SIGMOID else 1, -(-top_k // chosen))
+    if groups > 1 and (count % groups or count // groups < least):
+        raise CheckpointError(
+            f"model_config.yaml: {GROUP_COUNT}: got {groups}, wanted a divisor of the {count} "
+            f"experts that leaves at least {least} experts in a group"
+        )
+    factor = optional_number_of_config(config, SCALING_FACTOR)
+    return {
+        "score_function": function,
+        "expert_bias": bool(bias),
+        "num_groups": groups,
+        "group_topk": chosen,
+        "scaling_factor": 1.0 if factor is None else factor,
+    }
+
+
+def read_expert_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Read which layers have experts: a 1 for each of them, and a 0 for each dense layer.
+
+    None means that all layers are alike: all have experts, or the whole model is dense.
+
+    Raises:
+        CheckpointError: no layer has experts, although the config has ``num_moe_experts``.
+    """
+    if not config.get(EXPERT_COUNT):
+        return None
+    frequency = read_frequency(config, EXPERT_FREQUENCY)
+    if frequency is None:
+        return None
+    marks = frequency
+    if isinstance(marks, int):
+        period = marks
+        marks = tuple(int(layer % period == 0) for layer in range(config["num_layers"]))
+    if all(marks):
+        return None
+    if not any(marks):
+        raise CheckpointError(
+            f"model_config.yaml: {EXPERT_FREQUENCY}: got no layer with experts together with "
+            f"{EXPERT_COUNT}={config[EXPERT_COUNT]}. Remove {EXPERT_COUNT} if the model is dense"
+        )
+    return marks

@@ -12,7 +12,12 @@ from nemo_aligner.config.common import (
     optional_number_of_config,
     read_count,
 )
-from nemo_aligner.models.shapes.experts import EXPERT_COUNT, read_experts
+from nemo_aligner.models.shapes.experts import (
+    EXPERT_COUNT,
+    EXPERT_FREQUENCY,
+    read_expert_layers,
+    read_experts,
+)
 from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.models.shapes.linear_attention import ATTENTION_VARIANT, read_linear_attention
 from nemo_aligner.utils.errors import CheckpointError, shown
@@ -86,6 +91,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "linear_bias": bool(config.get("bias")),
         "parallel_residual": bool(config.get("parallel_residual")),
         "one_norm_per_layer": bool(config.get("one_norm_per_layer")),
+        EXPERT_FREQUENCY: read_expert_layers(config),
     }
 
 

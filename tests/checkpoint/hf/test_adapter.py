@@ -82,12 +82,20 @@ def test_adapter_on_the_base_model_is_the_whole_export(
         torch.testing.assert_close(full[name], weight + added, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite", "qwen3_5", "gpt_neox"])
+LATENTS = {
+    "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "deepseek_v3_untied": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite", "qwen3_5", "gpt_neox", *LATENTS])
 def test_adapter_of_fused_and_reordered_weights_is_checked(
     case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
     families.write_hf_checkpoint(hf, case)
-    archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
+    # peft has no adapters of experts.
+    second = "linear_proj" if case in LATENTS else "linear_fc1"
+    archive = make(LoraShape(3, 6.0, ("linear_qkv", second)))
     summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "checked: 7 samples" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -99,6 +107,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     gates = ["gate_proj", "up_proj"]
     mlps = {"granite": gates, "qwen3_5": gates, "gpt_neox": ["dense_h_to_4h"]}
     parts += mlps.get(case, ["gate_up_proj"])
+    parts = LATENTS.get(case, parts)
     assert config["target_modules"] == sorted(parts)
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("GenericForSequenceClassification" in card) == (case == "granite")

@@ -75,8 +75,11 @@ def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     ids = torch.tensor([families.SEQUENCES[0]])
     with torch.no_grad():
         rounded = model(input_ids=ids).logits
+        # transformers keeps the weights of some routers in fp32.
+        dtypes = [parameter.dtype for parameter in model.parameters()]
         compute_in_fp32(model)
         actual, expected = model(input_ids=ids).logits, reference(input_ids=ids).logits
     assert rounded.dtype is torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert [parameter.dtype for parameter in model.parameters()] == dtypes
+    assert torch.bfloat16 in dtypes

@@ -36,12 +36,13 @@ from tests.checkpoint.hf.exporting import (
     assert_same,
     config_of,
     edit,
+    edit_tensors,
     export,
     save_again,
     tensors_of,
 )
 from tests.checkpoint.refusals import refusals
-from tests.harness import tiny
+from tests.harness import families, tiny
 from tests.harness.contracts import Contracts
 
 pytestmark = pytest.mark.usefixtures("layout")
@@ -292,6 +293,26 @@ def test_export_in_bf16_is_rounded_once(three: Path, layout: Any, tmp_path: Path
     rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
     assert_same(tensors_of(tmp_path / "out"), {**rounded, "score.weight": expected["score.weight"]})
     assert convert(tmp_path / "out", tmp_path / "rm.nemo").contract == summary.contract
+
+
+def test_router_bias_stays_fp32_and_further_layers_are_dropped(layout: Any, tmp_path: Path) -> None:
+    """GLM-4.5's files have a layer behind the last one, which predicts further tokens."""
+    families.write_reward_model(tmp_path / "hf", "glm4_moe", torch.float32)
+    edit_tensors(tmp_path / "hf", {"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
+    summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", dtype=torch.bfloat16)
+    assert "dropped: 1 tensors model.layers.4.*" in str(summary)
+    assert "parameters in bf16" in str(summary)
+    key, source = "mlp.gate.e_score_correction_bias", tensors_of(tmp_path / "hf")
+    expected = source[f"model.layers.2.{key}"]
+    assert not torch.equal(expected, expected.bfloat16().float())
+    with open_nemo(tmp_path / "rm.nemo") as folder:
+        stored = folder.store.read("model.decoder.layers.2.mlp.router.expert_bias")
+    export(tmp_path / "rm.nemo", tmp_path / "back", layout, dtype=torch.bfloat16)
+    exported = tensors_of(tmp_path / "back")
+    assert exported["model.layers.2.mlp.gate.weight"].dtype is torch.bfloat16
+    for bias in (stored, exported[f"model.layers.2.{key}"]):
+        assert bias.dtype is torch.float32
+        assert torch.equal(bias, expected)
 
 
 def test_export_shards_are_no_larger_than_asked_for(

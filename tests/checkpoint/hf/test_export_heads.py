@@ -251,7 +251,12 @@ CLASSIFY_OPTIONS = {
     for name, decoder in (("ministral", "Ministral"), ("helium", "Helium"))
 }
 VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
-    **{body: (body, "one matrix", {}) for body in families.BODIES.values()},
+    **{
+        body: (body, "one matrix", {})
+        for body in families.BODIES.values()
+        # These exports have not been tried in vLLM.
+        if "kv_lora_rank" not in families.CASES[body]
+    },
     "several attributes": ("llama", "several attributes", {}),
     "quantiles": ("gemma2", "quantiles", {}),
     "bias": ("llama", "a bias", {"head": "score.bias"}),

@@ -8,6 +8,7 @@
   decoders with these names and relatives.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``mixtures``: mixture-of-experts (MoE) models.
+- ``deepseek``: DeepSeek and relatives, with multi-head latent attention.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
@@ -27,6 +28,12 @@ from nemo_aligner.checkpoint.hf.families.base import (
     describe_differences_from_llama,
 )
 from nemo_aligner.checkpoint.hf.families.cohere import COHERE, COHERE2
+from nemo_aligner.checkpoint.hf.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+)
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
@@ -41,7 +48,13 @@ from nemo_aligner.checkpoint.hf.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from nemo_aligner.checkpoint.hf.families.mixtures import (
+    GLM4_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.neox import GPT_NEOX, STARCODER2
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
@@ -87,6 +100,11 @@ _BUILT_IN = (
     COHERE,
     COHERE2,
     APERTUS,
+    GLM4_MOE,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    DEEPSEEK_V2,
+    GLM4_MOE_LITE,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied, linear_layers
+from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import EXPERT_COUNT
 from nemo_aligner.utils.errors import CheckpointError
@@ -47,6 +47,8 @@ class Rule:
         is_by_group: the first axis of the tensor is divided into query groups. The tensors in
             ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
             query groups, although its name is one of these.
+        dtype: dtype of the tensor in every checkpoint; None is the dtype of the model's weights.
+        is_in: tells from the NeMo config if a model has the tensor.
     """
 
     megatron: str
@@ -54,6 +56,8 @@ class Rule:
     join: Join = _copy
     split: Split = _keep_unsplit
     is_by_group: bool | None = False
+    dtype: torch.dtype | None = None
+    is_in: Callable[[Config], bool] = lambda config: True
 
     @property
     def group_axis(self) -> int | None:
@@ -120,6 +124,9 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
 
 # Stands for the number of an expert in the names of a rule.
 EXPERT = "{expert}"
+# Stands for the layers behind the decoder's last one, which predict further tokens in training
+# (DeepSeek-V3's multi-token prediction).
+MTP_LAYERS = "model.layers.{mtp}."
 
 
 def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -312,6 +319,8 @@ def layer_rules_with(
 
 
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
+# The rules of Llama's MLP and of the norm before it.
+DENSE_MLP = (norm_rule(MLP_NORM, "post_attention_layernorm.weight"), GATED, DOWN)
 
 
 # Megatron's order of queries, keys and values, and query groups of zeros, which are added for
@@ -476,6 +485,8 @@ PLAIN: Mapping[str, Any] = {
     "linear_bias": False,
     "parallel_residual": False,
     "one_norm_per_layer": False,
+    "moe_layer_freq": None,
+    "latent_attention": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -506,7 +517,10 @@ class ModelFamily:
         layer_prefix: prefix of a layer's tensor names, before its number.
         unused: suffixes of tensor names that a conversion skips, because they are not weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
-            model does not need them; "" if there are none.
+            model does not need them; "" if there are none. ``MTP_LAYERS`` stands for the layers
+            behind the last one.
+        dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
+            mixture-of-experts model. They replace those rules of ``layer`` or ``linear_layer``.
     """
 
     name: str
@@ -521,6 +535,7 @@ class ModelFamily:
     layer_prefix: str = "model.layers."
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
     dropped: str = ""
+    dense_mlp: tuple[Rule, ...] = DENSE_MLP
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """List all rules, with complete Hugging Face names and their layers, in the model's order.
@@ -531,19 +546,30 @@ class ModelFamily:
         Returns:
             Pairs of a rule and its layer, from 0 on; None outside the layers.
         """
-        is_linear = linear_layers(config)
+        shape = ModelShape.from_config(config)
         return [
             *((rule, None) for rule in self.model),
             *(
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
-                for rule in (self.linear_layer if is_linear[layer] else self.layer)
-                # A family whose models may have biases always has the rule for them; ``qkv_bias``
-                # tells if this model has biases.
-                if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
+                for rule in self._layer_rules(shape, layer)
+                # A family whose models may have biases or norms of queries and keys always has the
+                # rules for them; the config tells if this model has them.
+                if config[_OPTIONAL_RULES.get(rule.megatron, "num_layers")]
+                if rule.is_in(config)
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
         ]
+
+    def _layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
+        """Return the rules of a layer, counted from 0, by the modules that it has."""
+        of_layer = shape.of_layer(layer + 1)
+        rules = self.layer if of_layer.linear_attention is None else self.linear_layer
+        has_experts = any(rule.megatron.startswith("mlp.experts.") for rule in rules)
+        if of_layer.experts is not None or not has_experts:
+            return rules
+        mixer = [rule for rule in rules if not rule.megatron.startswith(("mlp.", EXPERTS_NORM))]
+        return (*mixer, *self.dense_mlp)
 
     def _in_layer(self, rule: Rule, layer: int, config: Config) -> Rule:
         names: Iterable[str] = rule.hf
@@ -556,6 +582,13 @@ class ModelFamily:
         """Tell if a decoder of this shape belongs to the family."""
         expected = {**PLAIN, **self.made_of}
         return all(_is_match(getattr(shape, key), value) for key, value in expected.items())
+
+
+# NeMo's keys for the tensors that only some models of a family have.
+_OPTIONAL_RULES = {
+    QKV_BIAS.megatron: "qkv_bias",
+    **{rule.megatron: "qk_layernorm" for rule in QUERY_KEY_NORMS},
+}
 
 
 def _is_match(value: Any, expected: Any) -> bool:

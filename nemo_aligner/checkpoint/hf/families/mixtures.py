@@ -1,12 +1,15 @@
-"""Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
+"""Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4.5.
 
-All their layers have experts. Published files have one tensor for each matrix of an expert.
-transformers 5 may fuse the matrices of all experts in one tensor, which ``source.py`` splits.
+Some layers of Qwen's and GLM's models have an MLP instead of experts. Published files have one
+tensor for each matrix of an expert. transformers 5 may fuse the matrices of all experts in one
+tensor, which ``source.py`` splits.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
@@ -15,7 +18,7 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, shown
 
 
 def _to_nemo(
@@ -35,8 +38,6 @@ def _to_nemo(
             ``norm_topk_prob`` in the config tells.
     """
     reader = HfSettings(config)
-    reader.only("decoder_sparse_step", 1, None)
-    reader.only("mlp_only_layers", [], None)
     # transformers 5 writes num_local_experts for some models that had num_experts.
     count = reader.count("num_experts", reader.count("num_local_experts", experts))
     if renormalized is None:
@@ -47,6 +48,36 @@ def _to_nemo(
         expert_keys.EXPERT_WIDTH: reader.count(*width),
         expert_keys.PRE_SOFTMAX: not renormalized,
     }
+
+
+def expert_layers_to_nemo(config: Config) -> dict[str, Any]:
+    """Translate Qwen's settings of the layers with experts to Megatron's ``moe_layer_freq``.
+
+    Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers``, numbers from 0,
+    has it. The result is empty if all layers have experts.
+    """
+    reader = HfSettings(config)
+    layers, step = reader.layers(), reader.count("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise CheckpointError(
+            f"mlp_only_layers: got {shown(dense)}, wanted a list of layer numbers"
+        )
+    marks = [int(number % step == 0 and number - 1 not in dense) for number in range(1, layers + 1)]
+    if not any(marks):
+        raise CheckpointError(
+            f"mlp_only_layers: got {shown(dense)} with decoder_sparse_step={step}, so that none of "
+            f"the {layers} layers has experts, which is not supported"
+        )
+    return {} if all(marks) else {expert_keys.EXPERT_FREQUENCY: marks}
+
+
+def expert_layers_to_hf(config: Config) -> dict[str, Any]:
+    """Translate the layers with experts of a NeMo config to Qwen's settings."""
+    marks = ModelShape.from_config(config).moe_layer_freq or ()
+    dense = [layer for layer, mark in enumerate(marks) if not mark]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def _to_hf(config: Config, width: str) -> dict[str, Any]:
@@ -113,7 +144,7 @@ _QWEN_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _are_plain(experts: ExpertShape | None) -> bool:
-    return experts is not None and experts.shared_width is None
+    return experts is not None and experts.shared_width is None and experts.has_plain_router
 
 
 def _are_renormalized(experts: ExpertShape | None) -> bool:
@@ -121,7 +152,7 @@ def _are_renormalized(experts: ExpertShape | None) -> bool:
 
 
 def _have_shared_gate(experts: ExpertShape | None) -> bool:
-    return experts is not None and experts.shared_gate
+    return experts is not None and experts.shared_gate and experts.has_plain_router
 
 
 # Mixtral: Mistral with experts in place of the MLP.
@@ -180,6 +211,7 @@ def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
         config,
         qkv_bias=reader.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
+        **expert_layers_to_nemo(config),
         **{expert_keys.SHARED_WIDTH: reader.count(_SHARED, 5632), expert_keys.SHARED_GATE: True},
     )
 
@@ -191,8 +223,7 @@ def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
         **_to_hf(config, "moe_intermediate_size"),
         **{_SHARED: _experts_of(config).shared_width},
         qkv_bias=ModelShape.from_config(config).qkv_bias,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **expert_layers_to_hf(config),
     )
 
 
@@ -209,7 +240,12 @@ QWEN2_MOE = ModelFamily(
         *base.experts_rules("shared_experts", *_shared),
         **_QWEN_PROJECTIONS,
     ),
-    made_of={"qkv_bias": base.ANY, **base.ANY_WINDOW, "experts": _have_shared_gate},
+    made_of={
+        "qkv_bias": base.ANY,
+        **base.ANY_WINDOW,
+        "experts": _have_shared_gate,
+        "moe_layer_freq": base.ANY,
+    },
     gguf=GgufFormat(
         "qwen2moe",
         layer={
@@ -233,7 +269,9 @@ def _qwen3_moe_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
     reader.only("use_sliding_window", False, None)
     experts = _to_nemo(config, ("moe_intermediate_size", 768), 128, 8)
-    return settings.decoder_to_nemo(config, qk_layernorm=True, **experts)
+    return settings.decoder_to_nemo(
+        config, qk_layernorm=True, **experts, **expert_layers_to_nemo(config)
+    )
 
 
 def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
@@ -242,8 +280,7 @@ def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
         "qwen3_moe",
         **_to_hf(config, "moe_intermediate_size"),
         attention_bias=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **expert_layers_to_hf(config),
     )
 
 
@@ -252,7 +289,7 @@ QWEN3_MOE = ModelFamily(
     to_nemo=_qwen3_moe_to_nemo,
     to_hf=_qwen3_moe_to_hf,
     layer=_layer_rules("mlp", *base.QUERY_KEY_NORMS, **_QWEN_PROJECTIONS),
-    made_of={"qk_layernorm": True, "experts": _are_plain},
+    made_of={"qk_layernorm": True, "experts": _are_plain, "moe_layer_freq": base.ANY},
     gguf=GgufFormat(
         "qwen3moe",
         layer={**_gguf_names("mlp", **_QWEN_PROJECTIONS), **base.QUERY_KEY_NORM_NAMES},
@@ -294,4 +331,148 @@ OLMOE = ModelFamily(
         optional=_GGUF_FIELDS,
         derived=lambda config: {"norm_topk_prob": False},
     ),
+)
+
+
+# Experts as in DeepSeek-V3 (arXiv:2412.19437): the first layers are dense, scores are sigmoids, the
+# choice of experts is biased and may be limited to groups, and the shared expert has no gate.
+
+# transformers' defaults for DeepSeek-like experts, by key.
+_BIASED_DEFAULTS: dict[str, Any] = {
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+_CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def biased_experts_to_nemo(config: Config, **defaults: int | float) -> dict[str, Any]:
+    """Translate the settings of DeepSeek-like experts with sigmoid scores to NeMo's keys.
+
+    Args:
+        defaults: defaults of the family's class where they are not GLM-4.5's, by key.
+    """
+    reader, default = HfSettings(config), {**_BIASED_DEFAULTS, **defaults}
+    key = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
+    layers, experts = reader.layers(), reader.count(key, default["n_routed_experts"])
+    width = reader.count("moe_intermediate_size", default["moe_intermediate_size"])
+    key = "first_k_dense_replace"
+    dense = reader.count(key, default[key], least=0, limit=layers - 1)
+    groups = reader.count("n_group", default["n_group"], limit=experts)
+    factor = reader.number("routed_scaling_factor", default["routed_scaling_factor"])
+    key = "num_experts_per_tok"
+    frequency = [int(layer >= dense) for layer in range(layers)]
+    return {
+        expert_keys.EXPERT_COUNT: experts,
+        expert_keys.EXPERT_TOP_K: reader.count(key, default[key], limit=experts),
+        expert_keys.EXPERT_WIDTH: width,
+        expert_keys.PRE_SOFTMAX: not reader.flag("norm_topk_prob", True),
+        expert_keys.SHARED_WIDTH: width * reader.count("n_shared_experts", 1),
+        expert_keys.SHARED_GATE: False,
+        expert_keys.SCORE_FUNCTION: expert_keys.SIGMOID,
+        expert_keys.EXPERT_BIAS: True,
+        expert_keys.GROUP_COUNT: groups,
+        expert_keys.GROUP_TOP_K: reader.count("topk_group", default["topk_group"], limit=groups),
+        expert_keys.SCALING_FACTOR: factor,
+        **({expert_keys.EXPERT_FREQUENCY: frequency} if dense else {}),
+    }
+
+
+def biased_experts_to_hf(config: Config) -> dict[str, Any]:
+    """Translate the experts of a NeMo config to DeepSeek's settings."""
+    experts, marks = _experts_of(config), ModelShape.from_config(config).moe_layer_freq or (1,)
+    assert experts.shared_width is not None
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.renormalized,
+        "n_shared_experts": experts.shared_width // experts.width,
+        "first_k_dense_replace": marks.index(1),
+        "n_group": experts.num_groups,
+        "topk_group": experts.group_topk,
+        "routed_scaling_factor": experts.scaling_factor,
+    }
+
+
+_biased_shared = (f"mlp.shared_experts.{name}.weight" for name in _QWEN_PROJECTIONS.values())
+# Rules of an MLP with such experts.
+BIASED_EXPERTS = (
+    Rule("mlp.router.weight", ("mlp.gate.weight",)),
+    # The choice of experts depends on small differences of the biases, so they stay fp32.
+    Rule("mlp.router.expert_bias", (_CORRECTION_BIAS,), dtype=torch.float32),
+    *base.experts_rules(
+        "experts",
+        *(f"mlp.experts.{base.EXPERT}.{name}.weight" for name in _QWEN_PROJECTIONS.values()),
+    ),
+    *base.experts_rules("shared_experts", *_biased_shared),
+)
+
+
+def have_biased_router(experts: ExpertShape | None) -> bool:
+    """Tell if these are DeepSeek-like experts with sigmoid scores."""
+    if experts is None or experts.shared_width is None or experts.shared_width % experts.width:
+        return False
+    return experts.is_sigmoid and experts.expert_bias and not experts.shared_gate
+
+
+def are_first_layers_dense(marks: tuple[int, ...] | None) -> bool:
+    """Tell if dense layers come before all layers with experts, given ``moe_layer_freq``."""
+    return marks is None or list(marks) == sorted(marks)
+
+
+# GLM-4.5 and 4.6: GLM-4 without fused weights, with such experts. RoPE rotates half of a head's
+# channels. Files have one more layer, for the prediction of several tokens.
+
+
+def _glm4_moe_to_nemo(config: Config) -> dict[str, Any]:
+    return settings.decoder_to_nemo(
+        config,
+        epsilon=1e-5,
+        rotated=0.5,
+        attention_bias=False,
+        qk_layernorm=HfSettings(config).flag("use_qk_norm", False),
+        **biased_experts_to_nemo(config),
+    )
+
+
+def _glm4_moe_to_hf(config: Config) -> dict[str, Any]:
+    return settings.decoder_to_hf(
+        config,
+        "glm4_moe",
+        of_shape={
+            "partial_rotary_factor": "rotary_percentage",
+            "attention_bias": "qkv_bias",
+            "use_qk_norm": "qk_layernorm",
+        },
+        **biased_experts_to_hf(config),
+        num_nextn_predict_layers=0,
+    )
+
+
+GLM4_MOE = ModelFamily(
+    name="glm4_moe",
+    to_nemo=_glm4_moe_to_nemo,
+    to_hf=_glm4_moe_to_hf,
+    layer=(
+        *base.layer_rules_with(
+            attention=(base.QKV, base.QKV_BIAS, base.PROJECTION),
+            mlp=BIASED_EXPERTS,
+            mlp_norm=base.EXPERTS_NORM,
+        ),
+        *base.QUERY_KEY_NORMS,
+    ),
+    made_of={
+        "qkv_bias": base.ANY,
+        "qk_layernorm": base.ANY,
+        "rotary_percentage": base.ANY,
+        "experts": have_biased_router,
+        "moe_layer_freq": are_first_layers_dense,
+    },
+    dropped=base.MTP_LAYERS,
 )

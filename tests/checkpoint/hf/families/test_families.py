@@ -40,6 +40,12 @@ SIZES = {
     for key, value in tiny.SHAPE.items()
     if key not in ("rms_norm_eps", "tie_word_embeddings")
 }
+# Latent attention has a key for each head, and DeepSeek-V2 no default of the experts of a token.
+LATENT_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 6},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+}
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -86,16 +92,18 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
 def test_family_config_leaves_out_what_transformers_adds() -> None:
     actual, expected = {}, {}
     for name in NAMES:
-        full = AutoConfig.for_model(name, **SIZES).to_dict()
+        sizes = {**SIZES, **LATENT_SIZES.get(name, {})}
+        full = AutoConfig.for_model(name, **sizes).to_dict()
         actual[name], expected[name] = (
-            find_family(name).to_nemo(config) for config in (SIZES, full)
+            find_family(name).to_nemo(config) for config in (sizes, full)
         )
     assert actual == expected
 
 
+KEYS = LATENT_SIZES["deepseek_v3"]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers: got \[0\], which is not supported"),
-    ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2"),
+    ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers: got 0, wanted a list"),
+    ("qwen2_moe", {"decoder_sparse_step": 5}, "none of the 4 layers has experts"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, wanted .* at most 8"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted for each"),
@@ -140,6 +148,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("glm", {"attention_bias": 1}, "attention_bias: got 1, wanted true or false"),
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
+    ("deepseek_v3", {}, "num_key_value_heads: got 2, wanted num_attention_heads=4"),
+    ("deepseek_v3", {**KEYS, "attention_bias": True}, "attention_bias: got True"),
+    ("deepseek_v3", {**KEYS, "scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+    ("deepseek_v3", {**KEYS, "topk_method": "greedy"}, "topk_method: got 'greedy'"),
+    ("deepseek_v3", {**KEYS, "moe_layer_freq": 2}, "moe_layer_freq: got 2"),
+    ("deepseek_v3", {**KEYS, "v_head_dim": 256}, "v_head_dim: got 256, wanted at most the 192"),
+    ("deepseek_v2", {**LATENT_SIZES["deepseek_v2"], "norm_topk_prob": True}, "norm_topk_prob: got"),
+    ("deepseek_v2", {**KEYS}, "num_experts_per_tok: got None"),
+    ("glm4_moe_lite", {**KEYS, "mlp_layer_types": ["dense"]}, r"mlp_layer_types: got \['dense'\]"),
     ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     ("ernie4_5", {"use_bias": True}, "use_bias: got True, which is not supported"),
     ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: got False, which is not supported"),
@@ -175,6 +192,8 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("starcoder2", {"parallel_residual": True}, "parallel_residual=True, which does not belong to"),
     ("cohere", {"kv_channels": 8}, "kv_channels: got 8, wanted 16, hidden_size divided by"),
     ("cohere2", {"no_rope_freq": None}, "no_rope_freq: got None, but in a Cohere 2 exactly"),
+    ("deepseek_v3", {"latent_layernorm_epsilon": 1e-5}, "latent_layernorm_epsilon: got 1e-05, but"),
+    ("deepseek_v2", {"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq=.*does not belong to the"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 

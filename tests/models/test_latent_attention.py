@@ -1,0 +1,142 @@
+"""Latent attention: any pack, the prefix cache, layouts, and configs that are not supported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.cpu.products import BATCH_INVARIANT_ROWS
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.batch_invariance import make_batch_invariant
+from nemo_aligner.models.latent_attention import LatentAttention
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
+from nemo_aligner.models.step import infer
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from tests.checkpoint.hf.exporting import edit_tensors
+from tests.harness import families
+from tests.models import layouts
+from tests.models.test_linear_attention import sequences_with
+
+both = pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3_untied"])
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@both
+def test_latent_attention_rewards_are_bit_identical_in_any_pack(
+    case: str, precision: Precision, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
+    model = load_pretrained(path, layout, num_attributes=2, precision=precision).model
+    make_batch_invariant(model, BATCH_INVARIANT_ROWS)
+    for shared in (1, 31, 64, 129):
+        samples, groups = sequences_with(shared)
+        alone = infer(model, [PackedBatch.pack([sample]) for sample in samples], layout)
+        prefixed = infer(model, [PackedBatch.pack(samples, groups=groups)], layout)
+        backwards = infer(model, [PackedBatch.pack(samples[::-1])], layout)
+        assert alone is not None
+        assert prefixed is not None
+        assert backwards is not None
+        assert torch.equal(prefixed, alone), shared
+        assert torch.equal(backwards.flip(0), alone), shared
+
+
+@both
+def test_latent_attention_rewards_are_bit_identical_from_the_prefix_cache(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    families.write_reward_model(tmp_path / "hf", case, torch.bfloat16)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
+    plain, cached = (
+        load_scorer(tmp_path / "rm.nemo", layout, micro_batch_tokens=1024, **kinds)
+        for kinds in ({}, {"prefix_cache_tokens": 4096})
+    )
+    samples, _ = sequences_with(100)
+    expected = np.concatenate([plain.score_token_lists([sample]) for sample in samples])
+    for _ in range(2):
+        assert (cached.score_token_lists(samples) == expected).all()
+    assert cached.counts.cached > 500
+
+
+@both
+def test_latent_attention_that_is_recomputed_trains_alike(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
+    stored = layouts.step(path, layout)
+    for kind in (Recompute.selective, Recompute.full):
+        assert layouts.step(path, layout, kind) == {
+            key: pytest.approx(stored[key], rel=1e-6) for key in stored
+        }
+
+
+def test_latent_attention_rejects_layouts_that_cannot_split_it() -> None:
+    shape = ModelShape.from_config(config_of("deepseek_v3"))
+    shape.check_fits(2, 1)
+    assert shape.latent_attention is not None
+    latent = replace(shape.latent_attention, q_lora_rank=33)
+    with pytest.raises(ConfigError, match="got 2, wanted a divisor of the 65 channels of the mod"):
+        replace(shape, latent_attention=latent).check_fits(2, 1)
+    with pytest.raises(ConfigError, match="got 8, wanted a divisor of the model's 4 attention"):
+        shape.check_fits(8, 1)
+
+
+def config_of(case: str) -> dict[str, Any]:
+    return DEEPSEEK_V3.to_nemo(families.hf_config(case).to_dict())
+
+
+def test_latent_attention_config_of_what_is_not_built_is_rejected() -> None:
+    plain, with_latent = config_of("deepseek_v3_untied"), config_of("deepseek_v3")
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (
+            with_latent,
+            {"window_size": 8},
+            "window_size: got 8 together with multi_latent_attention",
+        ),
+        (with_latent, {"qk_layernorm": True}, "qk_layernorm: got True together with multi_latent"),
+        (with_latent, {"no_rope_freq": 2}, "no_rope_freq: got 2 together with multi_latent"),
+        (with_latent, {"num_query_groups": 2}, "num_query_groups: got 2, wanted 4, a key for each"),
+        (with_latent, {"qk_pos_emb_head_dim": 7}, "qk_pos_emb_head_dim: got 7, wanted an even"),
+        (with_latent, {"v_head_dim": 25}, "v_head_dim: got 25, wanted at most the 24 channels"),
+        (with_latent, {"kv_lora_rank": 0}, "kv_lora_rank: got 0, wanted a whole number above 0"),
+        (plain, {"kv_lora_rank": 33}, "kv_lora_rank: got 33 without q_lora_rank, wanted a sum"),
+        (plain, {"zero_query_groups": 1}, "zero_query_groups: got 1 without q_lora_rank"),
+    ]
+    for config, changes, message in bad:
+        with pytest.raises(CheckpointError, match=message):
+            ModelShape.from_config({**config, **changes})
+
+
+@pytest.mark.parametrize(("rotated", "plain"), [(64, 128), (2, 96), (6, 43), (10, 183), (48, 1)])
+def test_fraction_of_rotated_channels_is_exact(rotated: int, plain: int) -> None:
+    shape = LatentAttentionShape(1, None, 8, plain, rotated, 8, 1e-6, 1.0)
+    assert int(shape.key_channels * shape.rotary_percentage) == rotated
+
+
+def test_latent_attention_is_not_graphed(layout: ParallelLayout, tmp_path: Path) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", "deepseek_v3_untied")
+    model = load_pretrained(path, layout, num_attributes=1, precision=Precision.fp32).model
+    reasons = {
+        module.why_not_graphed for module in model.modules() if hasattr(module, "why_not_graphed")
+    }
+    assert reasons == {LatentAttention.why_not_graphed}
+
+
+def test_checkpoint_may_have_layers_for_several_tokens(tmp_path: Path) -> None:
+    families.write_hf_checkpoint(tmp_path / "hf", "deepseek_v3")
+    names = ("model.layers.4.embed_tokens.weight", "model.layers.4.self_attn.q_a_proj.weight")
+    edit_tensors(tmp_path / "hf", {name: torch.ones(2, 2) for name in names})
+    summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo")
+    assert "dropped: 2 tensors model.layers.4.*" in str(summary)
