@@ -316,9 +316,9 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor output gates, nor norms of queries
-    and keys after RoPE. The code path that calls them supports neither biases of all linear layers nor a parallel
-    residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is not used
-    there.
+    and keys after RoPE. The code path that calls them supports neither biases of all linear layers
+    nor a parallel residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it
+    is not used there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms

@@ -19,12 +19,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import (
-    MTP_LAYERS,
-    ModelFamily,
-    Rule,
-    add_zero_groups,
-)
+from nemo_aligner.checkpoint.hf.families.base import MTP_LAYERS, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups
 from nemo_aligner.checkpoint.hf.families.settings import HfSettings
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,

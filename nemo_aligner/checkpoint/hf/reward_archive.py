@@ -17,13 +17,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import family_of
-from nemo_aligner.checkpoint.hf.families.base import (
-    HF_HEAD,
-    ModelFamily,
-    Rule,
-    add_zero_groups,
-    remove_zero_groups,
-)
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups, remove_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     LINEAR,
     LINEAR_FORMS,

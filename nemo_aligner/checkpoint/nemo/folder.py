@@ -476,7 +476,6 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
         "normalization": _translate(_NORMS, model.get("normalization"), "normalization", location),
         "activation": _translate(_ACTIVATIONS, (gated, function), "activation_func", location),
         "bias": False,
-        # megatron-core's defaults for missing keys.
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
         "rotary_percentage": model.get("rotary_percent", 1.0),

@@ -1,6 +1,7 @@
 """Registry of model families, which translate settings and tensors of Hugging Face and Megatron.
 
 - ``base``: ``ModelFamily``, the rules for its tensors (``Rule``), and its names in GGUF files.
+- ``query_groups``: Megatron's order of queries, keys and values, and added query groups of zeros.
 - ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
-from nemo_aligner.checkpoint.hf.families.base import (
-    Rule,
+from nemo_aligner.checkpoint.hf.families.base import Rule
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
+from nemo_aligner.checkpoint.hf.families.query_groups import (
     add_zero_groups,
     pack_qkv,
     remove_zero_groups,
     unpack_qkv,
 )
-from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.contract.scorer import score_all
