@@ -51,7 +51,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 # what no file can say: a rotation of other constants than Llama 3's, a dynamic one, some of YaRN's
 # settings, layers of a SmolLM3 without a rotation but every fourth, and layers of Qwen's mixtures
 # without experts.
-NOT_READ = ("ministral", "glm", "helium", "qwen3_5_text", "glm4_moe")
+NOT_READ = ("ministral", "glm", "helium", "qwen3_5_text", "glm4_moe", "ernie4_5_moe")
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [
     case

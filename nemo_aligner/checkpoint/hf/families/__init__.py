@@ -5,7 +5,7 @@
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
-- ``mixtures``: mixture-of-experts (MoE) models.
+- ``mixtures`` and ``ernie``: mixture-of-experts (MoE) models.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
@@ -22,6 +22,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     describe_differences_from_llama,
 )
+from nemo_aligner.checkpoint.hf.families.ernie import ERNIE4_5_MOE
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.llama import (
@@ -79,6 +80,7 @@ _BUILT_IN = (
     QWEN3_MOE,
     OLMOE,
     GLM4_MOE,
+    ERNIE4_5_MOE,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 
