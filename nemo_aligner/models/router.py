@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Added to a sum of sigmoid scores before a division by it, as in DeepSeek-V3.
 _LEAST_TOTAL = 1e-20
+# Least sum of softmax scores that were chosen with a bias, as in ERNIE 4.5.
+_LEAST_BIASED_TOTAL = 1e-12
 
 
 class Router(torch.nn.Module):
@@ -122,6 +124,8 @@ class Router(torch.nn.Module):
                 total = total + score
             if shape.is_sigmoid:  # all scores of a token can be 0
                 total = total + _LEAST_TOTAL
+            elif shape.expert_bias:  # so can those of the chosen experts
+                total = total.clamp(min=_LEAST_BIASED_TOTAL)
             weights = scores / total[:, None]
         return weights if shape.scaling_factor == 1 else weights * shape.scaling_factor
 

@@ -325,6 +325,23 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 2,
+        "moe_layer_interval": 2,
+    },
+    "ernie4_5_moe_unshared": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 0,
+        "moe_layer_end_index": 2,
+        "tie_word_embeddings": False,
+    },
     "olmoe": {
         "model_type": "olmoe",
         **EXPERTS,
@@ -406,6 +423,8 @@ def odd_settings(case: str) -> dict[str, Any]:
     if "num_experts" in config or "num_local_experts" in config:
         counts = "num_experts" if "num_experts" in config else "num_local_experts"
         settings |= {counts: 7, "moe_intermediate_size": 44}
+    if "moe_num_experts" in config:
+        settings |= {"moe_num_experts": 7, "moe_intermediate_size": 44}
     if "n_routed_experts" in config:
         settings |= {"n_routed_experts": 12, "moe_intermediate_size": 44}
     if "kv_lora_rank" in config:
@@ -459,9 +478,9 @@ def _shift_norms(model: Any) -> None:
             if name.endswith("A_log"):
                 # Drawn as they are, states would be forgotten within a few tokens.
                 parameter.sub_(6)
-        for name, buffer in model.named_buffers():
+        for name, constant in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer), alpha=0.1)
+                constant.add_(torch.randn_like(constant), alpha=0.1)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -156,8 +156,8 @@ def _read_router(config: Mapping[str, Any], count: int, top_k: int) -> dict[str,
     """Read how the router scores and chooses ``top_k`` of ``count`` experts.
 
     Raises:
-        CheckpointError: an unknown score function, a bias without sigmoid scores, or groups that do
-            not divide the experts or have fewer than ``top_k``.
+        CheckpointError: an unknown score function, or groups that do not divide the experts or have
+            fewer than ``top_k``.
     """
     function, bias = config.get(SCORE_FUNCTION) or SOFTMAX, config.get(EXPERT_BIAS)
     if function not in (SOFTMAX, SIGMOID):
@@ -165,10 +165,9 @@ def _read_router(config: Mapping[str, Any], count: int, top_k: int) -> dict[str,
             f"model_config.yaml: {SCORE_FUNCTION}: got {shown(function)}, wanted {SOFTMAX} or "
             f"{SIGMOID}"
         )
-    if not isinstance(bias, bool | None) or (bias and function != SIGMOID):
+    if not isinstance(bias, bool | None):
         raise CheckpointError(
-            f"model_config.yaml: {EXPERT_BIAS}: got {shown(bias)} with {SCORE_FUNCTION}={function},"
-            f" wanted false, or true with {SIGMOID} scores"
+            f"model_config.yaml: {EXPERT_BIAS}: got {shown(bias)}, wanted true or false"
         )
     key = f"model_config.yaml: {GROUP_COUNT}"
     groups = read_count(config.get(GROUP_COUNT) or 1, key, "a whole number above 0", 1, count)

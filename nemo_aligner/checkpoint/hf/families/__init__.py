@@ -8,7 +8,7 @@
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
   decoders with these names and relatives.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
-- ``mixtures``: mixture-of-experts (MoE) models.
+- ``mixtures`` and ``ernie``: mixture-of-experts (MoE) models.
 - ``deepseek``: DeepSeek and relatives, with multi-head latent attention.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
 
@@ -35,6 +35,7 @@ from nemo_aligner.checkpoint.hf.families.deepseek import (
     GLM4_MOE_LITE,
     KIMI_K2,
 )
+from nemo_aligner.checkpoint.hf.families.ernie import ERNIE4_5_MOE
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
@@ -106,6 +107,7 @@ _BUILT_IN = (
     KIMI_K2,
     DEEPSEEK_V2,
     GLM4_MOE_LITE,
+    ERNIE4_5_MOE,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

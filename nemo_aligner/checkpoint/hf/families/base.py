@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.families.query_groups import pack_qkv, unpack_qkv
 from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.experts import EXPERT_COUNT
+from nemo_aligner.models.shapes.experts import EXPERT_COUNT, SHARED_WIDTH
 from nemo_aligner.utils.errors import CheckpointError
 
 # Rules, which join Hugging Face tensors to a Megatron tensor, and split it again.
@@ -506,7 +506,7 @@ class ModelFamily:
                 for rule in self._layer_rules(shape, layer)
                 # A family whose models may have biases or norms of queries and keys always has the
                 # rules for them; the config tells if this model has them.
-                if config[_OPTIONAL_RULES.get(rule.megatron, "num_layers")]
+                if config.get(_OPTIONAL_RULES.get(rule.megatron, "num_layers"))
                 if rule.is_in(config)
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
@@ -539,6 +539,7 @@ class ModelFamily:
 _OPTIONAL_RULES = {
     QKV_BIAS.megatron: "qkv_bias",
     **{rule.megatron: "qk_layernorm" for rule in QUERY_KEY_NORMS},
+    **{f"mlp.shared_experts.linear_fc{part}.weight": SHARED_WIDTH for part in (1, 2)},
 }
 
 

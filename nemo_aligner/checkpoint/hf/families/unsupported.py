@@ -46,7 +46,7 @@ _REASONS = {
     ),
     "chunked attention and its layout of experts are not supported": "llama4 llama4_text",
     "its kind of router or of experts is not supported": (
-        "afmoe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo granitemoe granitemoeshared "
+        "afmoe dbrx dots1 exaone_moe flex_olmo granitemoe granitemoeshared "
         "hunyuan_v1_moe jetmoe longcat_flash mimo_v2_flash minimax_m2 solar_open"
     ),
     "latent attention with experts and scaled queries is not supported": "mistral4",
