@@ -239,6 +239,24 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "eos_token_id": 2,
     },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA_NET,
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **DELTA_NET,
+        **EXPERTS,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 32,
+        # The last layer has a state.
+        "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "tie_word_embeddings": False,
+    },
 }
 
 

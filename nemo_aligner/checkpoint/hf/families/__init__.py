@@ -35,7 +35,14 @@ from nemo_aligner.checkpoint.hf.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from nemo_aligner.checkpoint.hf.families.mixtures import (
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
@@ -72,6 +79,8 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 
