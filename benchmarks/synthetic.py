@@ -309,9 +309,11 @@ def _measure_expert_load(learner: RewardLearner) -> float:
 
     Only layers that compute every token are counted.
     """
-    if not routers(learner.model):
+    all_routers = routers(learner.model)
+    if not all_routers:
         return 1.0
-    load = take_load(learner.model, learner.model.config.num_layers)[:-1]
+    size = learner.model.config.num_layers, next(iter(all_routers.values())).load.numel()
+    load = take_load(learner.model, *size)[:-1]
     rows = load.sum(0).view(learner._layout.ep, -1).sum(1).double()
     return float(rows.max() / rows.mean())
 

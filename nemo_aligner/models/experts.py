@@ -257,18 +257,19 @@ def routers(model: Any) -> dict[int, Router]:
     return {layer.layer_number: layer.mlp.router for layer in layers}
 
 
-def take_load(model: Any, num_layers: int) -> Tensor:
+def take_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
     """Return the routers' load summed over all ranks, ``[L, E]`` int64, and reset it; collective.
+
+    A layer without experts has zeros.
 
     Args:
         num_layers: L, the number of layers of the whole model.
+        num_experts: E, the number of experts in a layer.
     """
-    local_routers = routers(model)
-    (count,) = {router.load.numel() for router in local_routers.values()}
     device = torch.cuda.current_device()
-    total = torch.zeros(num_layers, count, dtype=torch.int64, device=device)
+    total = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
     is_copy = parallel_state.get_tensor_model_parallel_rank() > 0
-    for number, router in local_routers.items():
+    for number, router in routers(model).items():
         if not is_copy or model.config.sequence_parallel:
             total[number - 1] = router.load
         router.load.zero_()
@@ -280,15 +281,17 @@ def take_load(model: Any, num_layers: int) -> Tensor:
 def describe_load(load: Tensor) -> dict[str, float]:
     """Compute the metrics of ``load [L, E]``, how often each expert of each layer was chosen.
 
-    The last layer is left out unless it is the only one, because only the tokens that the head
-    reads go through its MLP.
+    Layers without experts are left out. So is the last layer unless it is the only one with
+    experts, because only the tokens that the head reads go through its MLP.
 
     Returns:
         ``expert_load_max``: the load of a layer's busiest expert over the layer's mean load, in the
         worst layer; ``expert_load_mean_max``: the same ratio averaged over the layers;
         ``experts_unused``: the fraction of experts that no token chose.
     """
-    counted = (load[:-1] if len(load) > 1 else load).double()
+    counted = load[:-1][load[:-1].any(1)].double()
+    if len(counted) == 0:
+        counted = load[-1:].double()
     busiest = counted.amax(1) / counted.mean(1).clamp(min=1e-9)
     return {
         "expert_load_max": float(busiest.max()),

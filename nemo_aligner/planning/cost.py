@@ -253,11 +253,11 @@ def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
 
     They are counted separately, because their optimizer state is split over fewer ranks.
     """
-    layers = stage_layers(shape, plan, stage)
+    layers = {layer: shape.of_layer(layer + 1) for layer in stage_layers(shape, plan, stage)}
     if shape.lora is not None:
-        return len(layers) * _adapter_size(shape, plan, of_experts=True)
-    experts = _experts_of_layer(shape) // (plan.tp * plan.ep)
-    return experts * sum(layer >= plan.freeze_layers for layer in layers)
+        return sum(_adapter_size(layer, plan, of_experts=True) for layer in layers.values())
+    trained = [layers[layer] for layer in layers if layer >= plan.freeze_layers]
+    return sum(_experts_of_layer(layer) // (plan.tp * plan.ep) for layer in trained)
 
 
 def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -273,14 +273,6 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
     return (trained - experts + experts * plan.ep) / plan.replicas
 
 
-def mlp_width(shape: ModelShape) -> int:
-    """Return the number of MLP channels that compute each token.
-
-    In a mixture-of-experts model, they are the channels of the experts that a token is sent to.
-    """
-    return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
-
-
 def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """Return input and output width of each linear layer with a LoRA adapter in ``layer``.
 
@@ -290,8 +282,9 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     if shape.lora is None:
         return {}
     h, f, _, _ = widths(shape)
-    outputs, inputs = mixer_widths(shape.of_layer(layer + 1))
-    f = f if shape.experts is None else shape.experts.width
+    of_layer = shape.of_layer(layer + 1)
+    outputs, inputs = mixer_widths(of_layer)
+    f = f if of_layer.experts is None else of_layer.experts.width
     fc1_outputs = (2 if shape.is_gated else 1) * f
     all_widths = {
         "linear_qkv": (h, outputs),
@@ -314,7 +307,11 @@ def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
 
 
 def is_of_experts(shape: ModelShape, linear: str) -> bool:
-    """Return True if each expert has its own weight of this linear layer."""
+    """Return True if each expert has its own weight of this linear layer.
+
+    Args:
+        shape: ``ModelShape.of_layer`` of the layer.
+    """
     return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
 
 
@@ -361,7 +358,7 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     outputs, inputs = mixer_widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
-    mlp = (3 if shape.is_gated else 2) * h * mlp_width(shape)
+    mlp = (3 if shape.is_gated else 2) * h * shape.active_mlp_width
     if shape.experts is not None:
         mlp += h * shape.experts.count
     linear = 2.0 * packs.tokens * h * outputs + 2.0 * rows * (inputs * h + mlp)
@@ -385,8 +382,8 @@ def _linear_attention_flops(linear: LinearAttentionShape) -> float:
 def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the FLOPs of the forward pass of a layer's LoRA adapters for one pack."""
     rank = 0 if shape.lora is None else shape.lora.rank
-    read_by_all = adapter_widths(shape, layer)
-    all_widths = adapter_widths(shape.of_layer(layer + 1), -1)
+    read_by_all, shape = adapter_widths(shape, layer), shape.of_layer(layer + 1)
+    all_widths = adapter_widths(shape, -1)
     packs = plan.packs
     return sum(
         2.0
@@ -489,11 +486,12 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
-        exchanges += 2 * (forward - 1)
+        sends = 0 if shape.of_layer(layer + 1).experts is None else 2 * (forward - 1)
+        exchanges += sends
         if has_backward(plan, stage, layer):
             passes = 2 if is_recomputed(shape, plan, layer) else 1
             gathers += passes + 1 + home
-            exchanges += 2 * (forward - 1) * passes
+            exchanges += sends * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + gathered_again

@@ -27,7 +27,6 @@ from nemo_aligner.planning.cost import (
     is_recomputed,
     keeps_input,
     mixer_widths,
-    mlp_width,
     optimizer_parameters,
     parameters,
     stage_layers,
@@ -262,7 +261,7 @@ def _rank_width(shape: ModelShape, plan: Plan) -> float:
     """Count the MLP channels per token that the experts of the busiest rank compute."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
-    return mlp_width(shape) + excess
+    return shape.active_mlp_width + excess
 
 
 def _reads_norm(shape: ModelShape) -> bool:
@@ -335,11 +334,13 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     trained = _trained_layers(shape, plan, stage)
     kept_bytes = pack_activations(shape, plan, stage)
     moments, freed = [0.0], 0.0
-    if len(trained) < len(stage_layers(shape, plan, stage)):
+    frozen = stage_layers(shape, plan, stage)[: -len(trained) or None]
+    if frozen:
         # In a frozen layer, no activations of this pack are kept yet. Three tensors of the MLP's
         # width and five hidden states exist at the same time.
         states = 5 * _state(shape, plan)
-        moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept_bytes)
+        width = max(shape.of_layer(layer + 1).active_mlp_width for layer in frozen)
+        moments.append(tokens * (states + 3 * width * size / plan.tp) - kept_bytes)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
         in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
@@ -392,6 +393,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     A frozen layer has kept one f less, and computes no gradients of weights. Without a gate, the
     first projection has one f less.
     """
+    shape = shape.of_layer(layer + 1)
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
         if is_recomputed(shape, plan, layer):
@@ -473,7 +475,7 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
         needed += attention_gradients
     attention = plan.tokens * needed + _in_attention(shape, plan)
     num_weights = 2 if shape.is_gated else 1
-    mlp = num_weights * size * _weight_gradient(shape, plan, last)
+    mlp = num_weights * size * _weight_gradient(shape.of_layer(last + 1), plan, last)
     return max(attention, mlp) + plan.tokens * recomputed
 
 

@@ -18,7 +18,6 @@ from nemo_aligner.planning.cost import (
     Plan,
     has_backward,
     is_recomputed,
-    mlp_width,
     optimizer_parameters,
     pack_flops,
     parameters,
@@ -192,12 +191,13 @@ def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
     split = plan.tp if plan.sequence_parallel else 1
     norms = 2 if shape.pre_layernorms and shape.post_layernorms else 1
     fused = plan.fused_kernels
-    mlp = (_GATED_PASSES[fused] if shape.is_gated else _UNGATED_PASSES) * mlp_width(shape) / plan.tp
+    mlp_passes = _GATED_PASSES[fused] if shape.is_gated else _UNGATED_PASSES
     passes_per_token = 0.0
     for layer in stage_layers(shape, plan, stage):
         is_last = layer == shape.num_layers - 1
         hidden = _HIDDEN_PASSES[fused] * h * norms / split / (2 if is_last else 1)
-        per_layer = hidden + _QUERY_PASSES[fused] * q / plan.tp + (0.0 if is_last else mlp)
+        width = 0 if is_last else shape.of_layer(layer + 1).active_mlp_width
+        per_layer = hidden + (_QUERY_PASSES[fused] * q + mlp_passes * width) / plan.tp
         passes_per_token += _passes(shape, plan, stage, layer) * per_layer
     return plan.tokens * passes_per_token * ELEMENT_BYTES[plan.precision]
 

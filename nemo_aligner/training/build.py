@@ -70,7 +70,7 @@ def build_learner(
         shape.query_key_cost(),
         _flops_counter(config, shape),
         keep_heldout,
-        num_layers=shape.num_layers if shape.experts else None,
+        load_size=(shape.num_layers, shape.experts.count) if shape.experts else None,
     )
     return learner, pretrained
 

@@ -79,7 +79,7 @@ class RewardLearner:
         query_key_cost: float = 0.0,
         count_flops: Callable[[Packs], float] | None = None,
         keep_heldout: KeepHeldout | None = None,
-        num_layers: int | None = None,
+        load_size: tuple[int, int] | None = None,
     ) -> None:
         """Hold the parts of a run.
 
@@ -91,11 +91,11 @@ class RewardLearner:
             count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
             keep_heldout: function that gets each measured set and its rewards, to keep them; None
                 keeps none.
-            num_layers: number of layers of a mixture-of-experts model, to measure how evenly tokens
-                are spread over its experts; None for other models.
+            load_size: numbers of layers of a mixture-of-experts model and of experts in a layer, to
+                measure how evenly tokens are spread over the experts; None for other models.
         """
         self._ddp = model
-        self._num_layers = num_layers
+        self._load_size = load_size
         self._count_flops = count_flops
         self._loader = loader
         self._layout = layout
@@ -146,8 +146,8 @@ class RewardLearner:
         check_rewards(step_records, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, step_records.records)
         metrics |= self._update(step_records, loss_scale)
-        if self._num_layers is not None:
-            metrics |= describe_load(take_load(self.model, self._num_layers))
+        if self._load_size is not None:
+            metrics |= describe_load(take_load(self.model, *self._load_size))
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))
@@ -159,7 +159,7 @@ class RewardLearner:
         The auxiliary loss of a mixture-of-experts model is scaled by this number. Other models have
         no such loss and get 1.
         """
-        if self._num_layers is None:
+        if self._load_size is None:
             return 1.0
         return losses_per_record(self.objective, self.data.train.records.select(plan.record_ids))
 

@@ -226,6 +226,24 @@ CASES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "tie_word_embeddings": False,
     },
+    "qwen3_moe_dense": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+        "moe_intermediate_size": 40,
+        # Layers 1 and 2, a stage of a pipeline of two, have no experts.
+        "mlp_only_layers": [0, 1],
+    },
+    "qwen2_moe_dense": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        # The last layer has no experts.
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
     "mixtral": {
         "model_type": "mixtral",
         "num_local_experts": 4,

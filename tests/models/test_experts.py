@@ -82,12 +82,12 @@ def test_auxiliary_loss_has_the_gradient_of_the_written_out_one(model: Any) -> N
 
 
 def test_load_counts_every_choice_once(model: Any) -> None:
-    take_load(model, 4)
+    take_load(model, 4, COUNT)
     router_gradients(model, 0.0)
-    load = take_load(model, 4)
+    load = take_load(model, 4, COUNT)
     rows = [PACK.num_tokens] * 3 + [6 + -6 % model.row_multiple(6)]
     assert load.sum(1).tolist() == [TOP_K * count for count in rows]
-    assert not take_load(model, 4).any()
+    assert not take_load(model, 4, COUNT).any()
     even = describe_load(torch.tensor([[4, 4], [6, 2], [9, 0]]))
     assert even == {"expert_load_max": 1.5, "expert_load_mean_max": 1.25, "experts_unused": 0.0}
     assert describe_load(torch.tensor([[3, 0]]))["experts_unused"] == 0.5

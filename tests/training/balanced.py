@@ -21,6 +21,7 @@ from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.data.test_packing import dataset
+from tests.harness.families import EXPERTS
 
 RECORDS, TOKENS, COEFF = 6, 16, 0.5
 NAMES = ("a", "b", "c", "d", "e")
@@ -63,7 +64,7 @@ def build(archive: Path, layout: ParallelLayout) -> RewardLearner:
         TrainLoader(data, RECORDS, TOKENS, 1, layout.dp_rank, layout.dp),
         layout,
         TOKENS,
-        num_layers=4,
+        load_size=(4, EXPERTS["num_experts"]),
     )
 
 

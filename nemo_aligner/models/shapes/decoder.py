@@ -83,6 +83,8 @@ class ModelShape:
             have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
+        moe_layer_freq: for each layer of a mixture-of-experts model a 1 if it has experts, and a 0
+            if it has an MLP of ``ffn_hidden_size`` instead; None if all layers have experts.
     """
 
     num_layers: int
@@ -128,6 +130,7 @@ class ModelShape:
     linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+    moe_layer_freq: tuple[int, ...] | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -239,7 +242,7 @@ class ModelShape:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same modules, so that archives stack their tensors."""
-        return self.linear_attention is None
+        return self.linear_attention is None and self.moe_layer_freq is None
 
     def of_layer(self, layer_number: int) -> ModelShape:
         """Return the shape of a model with the modules of layer 1 to ``num_layers`` in each layer.
@@ -249,8 +252,14 @@ class ModelShape:
         if self.is_uniform:
             return self
         is_full = is_in(self.linear_attention_freq, layer_number, 0)
-        linear = None if is_full else self.linear_attention
-        return replace(self, linear_attention=linear, linear_attention_freq=None)
+        is_dense = self.moe_layer_freq is not None and not self.moe_layer_freq[layer_number - 1]
+        return replace(
+            self,
+            linear_attention=None if is_full else self.linear_attention,
+            linear_attention_freq=None,
+            experts=None if is_dense else self.experts,
+            moe_layer_freq=None,
+        )
 
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
@@ -267,7 +276,8 @@ class ModelShape:
             raise ConfigError(
                 f"model.expert_model_parallel_size: got {ep}, wanted 1, as the model has no experts"
             )
-        elif self.ffn_hidden_size % tp != 0:
+        has_dense_layers = self.experts is None or self.moe_layer_freq is not None
+        if has_dense_layers and self.ffn_hidden_size % tp != 0:
             raise ConfigError(
                 f"{key}: got {tp}, wanted a divisor of the model's {self.ffn_hidden_size} ffn "
                 "channels"
@@ -340,11 +350,19 @@ class ModelShape:
         that a token goes through. For models with windows it is an upper bound. Layers with linear
         attention have no such pairs.
         """
-        width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
+        layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
+        width = sum(layer.active_mlp_width for layer in layers) / self.num_layers
         linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
-        numbers = range(1, self.num_layers + 1)
-        full = sum(self.of_layer(number).linear_attention is None for number in numbers)
+        full = sum(layer.linear_attention is None for layer in layers)
         return full / self.num_layers * 2 * self.num_attention_heads * self.kv_channels / linear
+
+    @property
+    def active_mlp_width(self) -> int:
+        """Number of MLP channels that a token goes through in a layer, in all its experts.
+
+        This shape must be the one that ``of_layer`` returns for that layer.
+        """
+        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
     @property
     def _mlp_matrices(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import count_of_config, read_count
+from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # Megatron's keys, in the order of the fields of ``ExpertShape``.
@@ -16,6 +17,9 @@ EXPERT_TOP_K, EXPERT_WIDTH = "moe_router_topk", "moe_ffn_hidden_size"
 # weights are not renormalized.
 PRE_SOFTMAX = "moe_router_pre_softmax"
 SHARED_WIDTH, SHARED_GATE = "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"
+# Megatron's choice of the layers with experts: N for layers 1, N + 1, 2 N + 1 and so on; or a list
+# with a 1 for each layer with experts and a 0 for each dense layer.
+EXPERT_FREQUENCY = "moe_layer_freq"
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,30 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
         shared_width=None if shared is None else count_of_config(config, SHARED_WIDTH),
         shared_gate=shared is not None and bool(flags[SHARED_GATE]),
     )
+
+
+def read_expert_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Read which layers have experts: a 1 for each of them, and a 0 for each dense layer.
+
+    None means that all layers are alike: all have experts, or the whole model is dense.
+
+    Raises:
+        CheckpointError: no layer has experts, although the config has ``num_moe_experts``.
+    """
+    if not config.get(EXPERT_COUNT):
+        return None
+    frequency = read_frequency(config, EXPERT_FREQUENCY)
+    if frequency is None:
+        return None
+    marks = frequency
+    if isinstance(marks, int):
+        period = marks
+        marks = tuple(int(layer % period == 0) for layer in range(config["num_layers"]))
+    if all(marks):
+        return None
+    if not any(marks):
+        raise CheckpointError(
+            f"model_config.yaml: {EXPERT_FREQUENCY}: got no layer with experts together with "
+            f"{EXPERT_COUNT}={config[EXPERT_COUNT]}. Remove {EXPERT_COUNT} if the model is dense"
+        )
+    return marks

@@ -12,7 +12,7 @@ from nemo_aligner.config.common import (
     optional_number_of_config,
     read_count,
 )
-from nemo_aligner.models.shapes.experts import read_experts
+from nemo_aligner.models.shapes.experts import EXPERT_FREQUENCY, read_expert_layers, read_experts
 from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.models.shapes.linear_attention import read_linear_attention
 from nemo_aligner.utils.errors import CheckpointError, shown
@@ -81,6 +81,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_output_gate": bool(config.get("attention_output_gate")),
         "experts": read_experts(config),
         **read_linear_attention(config),
+        EXPERT_FREQUENCY: read_expert_layers(config),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied, linear_layers
+from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import EXPERT_COUNT
 from nemo_aligner.utils.errors import CheckpointError
@@ -312,6 +312,8 @@ def layer_rules_with(
 
 
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
+# The rules of Llama's MLP and of the norm before it.
+DENSE_MLP = (norm_rule(MLP_NORM, "post_attention_layernorm.weight"), GATED, DOWN)
 
 
 # Megatron's order of queries, keys and values, and query groups of zeros, which are added for
@@ -472,6 +474,7 @@ PLAIN: Mapping[str, Any] = {
     "attention_output_gate": False,
     "experts": None,
     "linear_attention": None,
+    "moe_layer_freq": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -503,6 +506,8 @@ class ModelFamily:
         unused: suffixes of tensor names that a conversion skips, because they are not weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
             model does not need them; "" if there are none.
+        dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
+            mixture-of-experts model. They replace those rules of ``layer`` or ``linear_layer``.
     """
 
     name: str
@@ -517,6 +522,7 @@ class ModelFamily:
     layer_prefix: str = "model.layers."
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
     dropped: str = ""
+    dense_mlp: tuple[Rule, ...] = DENSE_MLP
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """List all rules, with complete Hugging Face names and their layers, in the model's order.
@@ -527,19 +533,28 @@ class ModelFamily:
         Returns:
             Pairs of a rule and its layer, from 0 on; None outside the layers.
         """
-        is_linear = linear_layers(config)
+        shape = ModelShape.from_config(config)
         return [
             *((rule, None) for rule in self.model),
             *(
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
-                for rule in (self.linear_layer if is_linear[layer] else self.layer)
+                for rule in self._layer_rules(shape, layer)
                 # A family whose models may have biases always has the rule for them; ``qkv_bias``
                 # tells if this model has biases.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
         ]
+
+    def _layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
+        """Return the rules of a layer, counted from 0, by the modules that it has."""
+        of_layer = shape.of_layer(layer + 1)
+        rules = self.layer if of_layer.linear_attention is None else self.linear_layer
+        if shape.experts is None or of_layer.experts is not None:
+            return rules
+        mixer = [rule for rule in rules if not rule.megatron.startswith(("mlp.", EXPERTS_NORM))]
+        return (*mixer, *self.dense_mlp)
 
     def _in_layer(self, rule: Rule, layer: int, config: Config) -> Rule:
         names: Iterable[str] = rule.hf

@@ -1,7 +1,8 @@
 """Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, and hybrid Qwens.
 
-All their layers have experts. Published files have one tensor for each matrix of an expert.
-transformers 5 may fuse the matrices of all experts in one tensor, which ``source.py`` splits.
+Some layers of Qwen's models may have an MLP instead of experts. Published files have one tensor for
+each matrix of an expert. transformers 5 may fuse the matrices of all experts in one tensor, which
+``source.py`` splits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, shown
 
 
 def _to_nemo(
@@ -44,8 +45,6 @@ def _to_nemo(
             ``norm_topk_prob`` in the config tells.
     """
     reader = HfSettings(config)
-    reader.only("decoder_sparse_step", 1, None)
-    reader.only("mlp_only_layers", [], None)
     # transformers 5 writes num_local_experts for some models that had num_experts.
     count = reader.count("num_experts", reader.count("num_local_experts", experts))
     if renormalized is None:
@@ -56,6 +55,36 @@ def _to_nemo(
         expert_keys.EXPERT_WIDTH: reader.count(*width),
         expert_keys.PRE_SOFTMAX: not renormalized,
     }
+
+
+def expert_layers_to_nemo(config: Config) -> dict[str, Any]:
+    """Translate Qwen's settings of the layers with experts to Megatron's ``moe_layer_freq``.
+
+    Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers``, numbers from 0,
+    has it. The result is empty if all layers have experts.
+    """
+    reader = HfSettings(config)
+    layers, step = reader.layers(), reader.count("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise CheckpointError(
+            f"mlp_only_layers: got {shown(dense)}, wanted a list of layer numbers"
+        )
+    marks = [int(number % step == 0 and number - 1 not in dense) for number in range(1, layers + 1)]
+    if not any(marks):
+        raise CheckpointError(
+            f"mlp_only_layers: got {shown(dense)} with decoder_sparse_step={step}, so that none of "
+            f"the {layers} layers has experts, which is not supported"
+        )
+    return {} if all(marks) else {expert_keys.EXPERT_FREQUENCY: marks}
+
+
+def expert_layers_to_hf(config: Config) -> dict[str, Any]:
+    """Translate the layers with experts of a NeMo config to Qwen's settings."""
+    marks = ModelShape.from_config(config).moe_layer_freq or ()
+    dense = [layer for layer, mark in enumerate(marks) if not mark]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def _to_hf(config: Config, width: str) -> dict[str, Any]:
@@ -194,6 +223,7 @@ def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
         config,
         qkv_bias=reader.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
+        **expert_layers_to_nemo(config),
         **{expert_keys.SHARED_WIDTH: reader.count(_SHARED, 5632), expert_keys.SHARED_GATE: True},
     )
 
@@ -205,8 +235,7 @@ def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
         **_to_hf(config, "moe_intermediate_size"),
         **{_SHARED: _experts_of(config).shared_width},
         qkv_bias=ModelShape.from_config(config).qkv_bias,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **expert_layers_to_hf(config),
     )
 
 
@@ -226,7 +255,12 @@ QWEN2_MOE = ModelFamily(
         *_SHARED_RULES,
         **_QWEN_PROJECTIONS,
     ),
-    made_of={"qkv_bias": base.ANY, **base.ANY_WINDOW, "experts": _have_shared_gate},
+    made_of={
+        "qkv_bias": base.ANY,
+        **base.ANY_WINDOW,
+        "experts": _have_shared_gate,
+        "moe_layer_freq": base.ANY,
+    },
     gguf=GgufFormat(
         "qwen2moe",
         layer={
@@ -250,7 +284,9 @@ def _qwen3_moe_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
     reader.only("use_sliding_window", False, None)
     experts = _to_nemo(config, ("moe_intermediate_size", 768), 128, 8)
-    return settings.decoder_to_nemo(config, qk_layernorm=True, **experts)
+    return settings.decoder_to_nemo(
+        config, qk_layernorm=True, **experts, **expert_layers_to_nemo(config)
+    )
 
 
 def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
@@ -259,8 +295,7 @@ def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
         "qwen3_moe",
         **_to_hf(config, "moe_intermediate_size"),
         attention_bias=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **expert_layers_to_hf(config),
     )
 
 
@@ -269,7 +304,7 @@ QWEN3_MOE = ModelFamily(
     to_nemo=_qwen3_moe_to_nemo,
     to_hf=_qwen3_moe_to_hf,
     layer=_layer_rules("mlp", *base.QUERY_KEY_NORMS, **_QWEN_PROJECTIONS),
-    made_of={"qk_layernorm": True, "experts": _are_plain},
+    made_of={"qk_layernorm": True, "experts": _are_plain, "moe_layer_freq": base.ANY},
     gguf=GgufFormat(
         "qwen3moe",
         layer={**_gguf_names("mlp", **_QWEN_PROJECTIONS), **base.QUERY_KEY_NORM_NAMES},
