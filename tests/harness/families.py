@@ -272,8 +272,9 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 32,
-        # The last layer has a state.
+        # The last layer has a state, and one layer with a state has no experts.
         "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "mlp_only_layers": [1],
         "tie_word_embeddings": False,
     },
 }

@@ -13,6 +13,7 @@ from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.qwen import (
     HYBRID,
+    HYBRID_DENSE_MLP,
     HYBRID_MODEL,
     delta_net_rules,
     hybrid_layer_rules,
@@ -402,7 +403,7 @@ QWEN3_5_MOE = ModelFamily(
 def _qwen3_next_to_nemo(config: Config) -> dict[str, Any]:
     renormalized = HfSettings(config).flag("norm_topk_prob", True)
     experts = _hybrid_experts_to_nemo(config, experts=512, top_k=10, renormalized=renormalized)
-    return hybrid_to_nemo(config, "qwen3_next", **experts)
+    return hybrid_to_nemo(config, "qwen3_next", **experts, **expert_layers_to_nemo(config))
 
 
 def _qwen3_next_to_hf(config: Config) -> dict[str, Any]:
@@ -411,8 +412,7 @@ def _qwen3_next_to_hf(config: Config) -> dict[str, Any]:
         "qwen3_next",
         **_to_hf(config, "moe_intermediate_size"),
         **{_SHARED: _experts_of(config).shared_width},
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **expert_layers_to_hf(config),
     )
 
 
@@ -423,6 +423,7 @@ QWEN3_NEXT = ModelFamily(
     model=HYBRID_MODEL,
     layer=hybrid_layer_rules(**_HYBRID_MLP),
     linear_layer=delta_net_rules(is_fused=True, **_HYBRID_MLP),
-    made_of={**HYBRID, "experts": _have_shared_gate},
+    dense_mlp=HYBRID_DENSE_MLP,
+    made_of={**HYBRID, "experts": _have_shared_gate, "moe_layer_freq": base.ANY},
     dropped="mtp.",
 )

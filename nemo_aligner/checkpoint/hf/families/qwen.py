@@ -246,6 +246,12 @@ _PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z
 _FUSED_PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))
 
 HYBRID_MODEL = base.model_rules_with(_zero_centered)
+# The MLP, with the norm before it, of a layer without experts in a mixture-of-experts model.
+HYBRID_DENSE_MLP = (
+    _zero_centered(base.MLP_NORM, "post_attention_layernorm.weight"),
+    base.GATED,
+    base.DOWN,
+)
 # Fields of ``ModelShape`` in which these families differ from Llama.
 HYBRID: Mapping[str, Any] = {
     "qk_layernorm": True,
