@@ -82,23 +82,33 @@ def test_adapter_on_the_base_model_is_the_whole_export(
         torch.testing.assert_close(full[name], weight + added, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite", "qwen3_5"])
+@pytest.mark.parametrize(
+    "case", ["phi3_untied", "glm", "granite", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+)
 def test_adapter_of_fused_and_reordered_weights_is_checked(
     case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
     families.write_hf_checkpoint(hf, case)
-    archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
+    has_experts = case in ("qwen3_5_moe", "qwen3_next")
+    second = "linear_proj" if has_experts else "linear_fc1"
+    archive = make(LoraShape(3, 6.0, ("linear_qkv", second)))
     summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "checked: 7 samples" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
-    if case == "qwen3_5":
+    if case in ("qwen3_5", "qwen3_5_moe"):
         parts += [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-    # transformers has no class for a Granite, so the card defines one.
-    parts += ["gate_proj", "up_proj"] if case in ("granite", "qwen3_5") else ["gate_up_proj"]
+    if case == "qwen3_next":
+        parts += ["in_proj_qkvz", "in_proj_ba"]
+    if has_experts:
+        parts += ["o_proj", "out_proj"]
+    else:
+        parts += ["gate_proj", "up_proj"] if case in ("granite", "qwen3_5") else ["gate_up_proj"]
     assert config["target_modules"] == sorted(parts)
+    # transformers has no class for these, so the card defines one.
     card = (tmp_path / "out" / "README.md").read_text()
-    assert ("GenericForSequenceClassification" in card) == (case == "granite")
+    is_defined = "GenericForSequenceClassification" in card
+    assert is_defined == (case in ("granite", "qwen3_5_moe"))
 
 
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
