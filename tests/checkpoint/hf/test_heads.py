@@ -304,6 +304,8 @@ def check_the_whole_way(case: Case, tmp_path: Path) -> None:
         metrics = ours.evaluate(PAIRS).metrics
         assert metrics["reward_chosen_mean"] == pytest.approx(chosen.mean(), abs=1e-5 * near)
         assert metrics["loss"] == pytest.approx(loss, abs=1e-5 * near)
+        exchanged = ours.evaluate(PAIRS, swapped=True).metrics["accuracy"]
+        assert exchanged == pytest.approx(1 - metrics["accuracy"])
     else:
         records, settings = RATINGS, REGRESSION
         labels = [[rating[name] for name in NAMES] for rating in RATINGS]
