@@ -45,15 +45,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
-MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"]
+MIXTURES = [
+    "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
+    "qwen3_next",
+]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
-HYBRIDS = ["qwen3_5", "qwen3_5_untied"]
+HYBRIDS = ["qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next"]
 # Of tests.harness.families, one of each.
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
     "phi3_longrope", "glm4", "exaone4_window", "hunyuan_alpha", "gpt_neox",
-    "starcoder2", "cohere2", "apertus", "deepseek_v3_untied", *HYBRIDS, *MIXTURES,
+    "starcoder2", "cohere2", "apertus", "deepseek_v3_untied",
+    *dict.fromkeys(HYBRIDS + MIXTURES),
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 

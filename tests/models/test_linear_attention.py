@@ -46,7 +46,7 @@ def sequences_with(shared: int) -> tuple[list[list[int]], list[Group]]:
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_untied"])
+@pytest.mark.parametrize("case", layouts.HYBRIDS)
 def test_linear_attention_rewards_are_bit_identical_in_any_pack(
     case: str, precision: Precision, layout: ParallelLayout, tmp_path: Path
 ) -> None:
@@ -101,8 +101,9 @@ def test_linear_attention_has_no_prefix_cache(
     assert scorer.counts.cached == 0
 
 
-def test_linear_attention_checkpoint_may_have_mtp_tensors(tmp_path: Path) -> None:
-    families.write_hf_checkpoint(tmp_path / "hf", "qwen3_5")
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_linear_attention_checkpoint_may_have_mtp_tensors(case: str, tmp_path: Path) -> None:
+    families.write_hf_checkpoint(tmp_path / "hf", case)
     edit_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.ones(2, 2)})
     summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo")
     assert "dropped: 1 tensors mtp.*" in str(summary)

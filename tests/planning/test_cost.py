@@ -291,6 +291,11 @@ FAMILIES |= {
     "latent attention": LATENT,
     "latent attention of plain queries": {**LATENT, "q_lora_rank": None},
 }
+FAMILIES["experts with linear attention"] = {
+    **FAMILIES["shared expert"],
+    **FAMILIES["linear attention"],
+    "moe_layer_freq": [1, 0, 1, 1],
+}
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
 LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}
 OF_LONG = {"long linear attention": FAMILIES["linear attention"]}

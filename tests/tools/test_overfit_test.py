@@ -16,7 +16,7 @@ from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
 from tests.data.test_packing import dataset
-from tests.harness import tiny
+from tests.harness import families, tiny
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,16 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
     shown = capsys.readouterr().out
     assert "passed: training follows its labels" in shown
     assert "pearson_mean on the original labels" in shown
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
+def test_probe_passes_training_of_linear_attention(
+    case: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
+    base = f"pretrained_checkpoint.restore_from_path={path}"
+    assert main(["probe", "--records=4", base, *settings[1:]]) == 0
+    assert "passed: training follows its labels" in capsys.readouterr().out
 
 
 def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:

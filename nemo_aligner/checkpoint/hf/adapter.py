@@ -200,7 +200,8 @@ def _reward_model_class(base: str) -> Any:
         return CLASSES[config]
     decoder: Any = MODEL_MAPPING[config]
     bases = GenericForSequenceClassification, decoder.__base__
-    return type("RewardModel", bases, {})
+    # A decoder that is also a part of a multimodal model has the config class of the latter.
+    return type("RewardModel", bases, {"config_class": config})
 
 
 def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:

@@ -25,6 +25,7 @@ _DECODERS = {
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _SIZES = {
     "vocab_size": 32000,
@@ -52,7 +53,6 @@ _UNSUPPORTED_REASONS = {
     "mllama": "layers of its decoder attend to images",
     "paligemma": "its decoder attends to a prompt in both directions",
     "qwen3_vl_moe": "the layout of its experts is not supported",
-    "qwen3_5_moe": "experts next to linear attention are not supported",
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _DECODER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")

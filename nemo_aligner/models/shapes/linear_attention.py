@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import count_of_config
-from nemo_aligner.models.shapes.experts import EXPERT_COUNT
 from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
@@ -93,7 +92,7 @@ def read_linear_attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the variant is not supported, a key is missing or out of range, or the
-            layers have experts or norms of their outputs, which is not supported.
+            layers have norms of their outputs or LayerNorms, which is not supported.
     """
     variant = config.get(ATTENTION_VARIANT)
     if variant is None:
@@ -109,7 +108,7 @@ def read_linear_attention(config: Mapping[str, Any]) -> dict[str, Any]:
             f"model_config.yaml: linear_num_value_heads: got {shape.num_value_heads}, wanted a "
             f"multiple of the {shape.num_key_heads} key heads"
         )
-    unsupported = [key for key in (EXPERT_COUNT, "post_layernorms") if config.get(key)]
+    unsupported = [key for key in ("post_layernorms",) if config.get(key)]
     if config.get("normalization", "rmsnorm") != "rmsnorm":
         unsupported.append("normalization")
     if unsupported:

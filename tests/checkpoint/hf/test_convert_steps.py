@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForTokenClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 import nemo_aligner as na
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
@@ -94,13 +99,18 @@ def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, A
     return config_of(folder / "out")
 
 
-@pytest.mark.parametrize("labels", [1, 2])
-def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "labels", "decoder"),
+    [("llama", 1, "Llama"), ("llama", 2, "Llama"), ("qwen3_next", 2, "Qwen3Next")],
+)
+def test_token_classifier_has_its_output_behind_every_step(
+    body: str, labels: int, decoder: str, tmp_path: Path
+) -> None:
     """As TRL trains it: a separator after each step, and the second of two labels means right."""
     folder = tmp_path / "hf"
-    tiny.write_hf_checkpoint(folder)
+    write_hf_checkpoint(folder, body)
     torch.manual_seed(0)
-    model = LlamaForTokenClassification.from_pretrained(folder, num_labels=labels).eval()
+    model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=labels).eval()
     torch.nn.init.normal_(model.score.weight, std=0.1)
     torch.nn.init.normal_(model.score.bias)
     model.save_pretrained(folder)
@@ -135,7 +145,7 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
             name: torch.cat([torch.zeros_like(tensor), tensor]) for name, tensor in head.items()
         }
     exported = check_comes_back(tmp_path, head)
-    assert exported["architectures"] == ["LlamaForTokenClassification"]
+    assert exported["architectures"] == [f"{decoder}ForTokenClassification"]
     assert exported["problem_type"] is None, "vLLM takes the softmax of both outputs"
     with pytest.raises(CheckpointError, match=r"its head reads steps or means, .*convert"):
         load_hf_reward_model(str(folder), None, 512)

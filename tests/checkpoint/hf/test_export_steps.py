@@ -33,6 +33,8 @@ CASES = [
     ("one matrix", "step_answers", "\n\n", "qwen3", "Qwen3ForTokenClassification"),
     # transformers has the decoder, but no class with this head.
     ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
+    ("one matrix", "step_ends", "\n", "qwen3_5", "Qwen3_5ForTokenClassification"),
+    ("one output and a bias", "step_marks", "\n", "qwen3_next", "Qwen3NextForTokenClassification"),
     ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
     ("a probability", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
     ("probabilities", "step_ends", "\n\n", "qwen3", "Qwen3ForTokenClassification"),

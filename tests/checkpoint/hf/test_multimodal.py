@@ -102,6 +102,10 @@ CASES: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
     },
 }
+CASES["qwen3_5_moe"] = {
+    **CASES["qwen3_5"],
+    "text_config": {**CASES["qwen3_5"]["text_config"], **families.CASES["qwen3_5_moe"]},
+}
 
 
 def write(folder: Path, case: str, kind: Any = AutoModelForImageTextToText, **config: Any) -> Any:

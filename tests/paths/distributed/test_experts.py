@@ -1,4 +1,4 @@
-"""A run of an MoE model that is resumed at several layouts."""
+"""A run of an MoE model, or one with linear attention, that is resumed at several layouts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ SETTINGS = (
     "trainer.rm.save_interval=2",
     "trainer.rm.val_check_interval=2",
 )
+TP2 = (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"))
+PP2 = (2, ("model.pipeline_model_parallel_size=2",))
 LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (2, ("model.expert_model_parallel_size=2",)),
-    (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")),
+    TP2,
     (2, ("model.expert_model_parallel_size=2", "model.context_parallel_size=2")),
 ]
 
@@ -60,3 +62,27 @@ def test_mixture_goes_on_at_other_layouts_as_in_one_process(lora: int, tmp_path:
     )
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen2MoeForSequenceClassification"]
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_linear_attention_goes_on_at_other_layouts_as_in_one_process(
+    case: str, tmp_path: Path
+) -> None:
+    """Split by TP, then by pipeline stages, whose layers differ, then with experts sharded."""
+    base = families.write_base_nemo(tmp_path / "base.nemo", case)
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    has_experts = case == "qwen3_5_moe"
+    layouts = [TP2, PP2, *LAYOUTS[: 1 * has_experts]]
+    settings = SETTINGS if has_experts else SETTINGS[:1] + SETTINGS[2:]
+
+    def train(folder: Path, steps: int, processes: int, *more: str) -> None:
+        arguments = (*tiny.training(base, folder, pairs, pairs), *settings, *more)
+        tiny.run_verb("train", *arguments, f"trainer.rm.max_steps={steps}", processes=processes)
+
+    train(tmp_path / "one", 2 * len(layouts), 1)
+    for number, (processes, sizes) in enumerate(layouts, 1):
+        train(tmp_path / "other", 2 * number, processes, *sizes)
+    one, other = (tiny.logged(tmp_path / name) for name in ("one", "other"))
+    for name in ("train/loss", "train/grad_norm"):
+        assert len(one[name]) == 2 * len(layouts)
+        assert other[name] == pytest.approx(one[name], rel=2e-5), name

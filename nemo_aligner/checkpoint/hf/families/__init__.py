@@ -55,7 +55,9 @@ from nemo_aligner.checkpoint.hf.families.mixtures import (
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
 )
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.neox import GPT_NEOX, STARCODER2
@@ -108,6 +110,8 @@ _BUILT_IN = (
     DEEPSEEK_V2,
     GLM4_MOE_LITE,
     ERNIE4_5_MOE,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -1,4 +1,4 @@
-"""Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4.5.
+"""Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5, hybrid Qwens.
 
 Some layers of Qwen's and GLM's models have an MLP instead of experts. Published files have one
 tensor for each matrix of an expert. transformers 5 may fuse the matrices of all experts in one
@@ -13,7 +13,17 @@ import torch
 
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
-from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_hf, qwen_to_nemo
+from nemo_aligner.checkpoint.hf.families.qwen import (
+    HYBRID,
+    HYBRID_DENSE_MLP,
+    HYBRID_MODEL,
+    delta_net_rules,
+    hybrid_layer_rules,
+    hybrid_to_hf,
+    hybrid_to_nemo,
+    qwen_to_hf,
+    qwen_to_nemo,
+)
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -110,10 +120,15 @@ def _layer_rules(moe: str, *added: Rule, gate: str, up: str, down: str) -> tuple
         added: more rules of the layer.
         gate, up, down: names of an expert's projections.
     """
+    experts = _expert_rules(moe, gate, up, down)
+    return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *added)
+
+
+def _expert_rules(moe: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Return the rules of router and experts; arguments as in ``_layer_rules``."""
     names = [f"{moe}.experts.{base.EXPERT}.{name}.weight" for name in (gate, up, down)]
     router = Rule("mlp.router.weight", (f"{moe}.gate.weight",))
-    experts = (router, *base.experts_rules("experts", *names))
-    return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *added)
+    return (router, *base.experts_rules("experts", *names))
 
 
 # GGUF stores the matrices of all experts of a layer in one tensor. It has no field for whether the
@@ -228,6 +243,10 @@ def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
 
 
 _shared = (f"mlp.shared_expert.{name}.weight" for name in _QWEN_PROJECTIONS.values())
+_SHARED_RULES = (
+    Rule("mlp.router.shared_gate", ("mlp.shared_expert_gate.weight",)),
+    *base.experts_rules("shared_experts", *_shared),
+)
 
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
@@ -236,8 +255,7 @@ QWEN2_MOE = ModelFamily(
     layer=_layer_rules(
         "mlp",
         base.QKV_BIAS,
-        Rule("mlp.router.shared_gate", ("mlp.shared_expert_gate.weight",)),
-        *base.experts_rules("shared_experts", *_shared),
+        *_SHARED_RULES,
         **_QWEN_PROJECTIONS,
     ),
     made_of={
@@ -475,4 +493,83 @@ GLM4_MOE = ModelFamily(
         "moe_layer_freq": are_first_layers_dense,
     },
     dropped=base.MTP_LAYERS,
+)
+
+
+# Qwen3.5-MoE's text decoder and Qwen3-Next: Qwen2-MoE's experts, next to Gated DeltaNet and gated
+# attention. Their keys of ``config.json`` for experts are Qwen2-MoE's.
+
+_HYBRID_MLP: dict[str, Any] = {
+    "mlp": (*_expert_rules("mlp", **_QWEN_PROJECTIONS), *_SHARED_RULES),
+    "mlp_norm": base.EXPERTS_NORM,
+}
+
+
+def _are_shared_and_renormalized(experts: ExpertShape | None) -> bool:
+    return experts is not None and experts.shared_gate and experts.renormalized
+
+
+def _hybrid_experts_to_nemo(config: Config, **experts: Any) -> dict[str, Any]:
+    """Translate the settings of these models' experts; ``experts`` is as in ``_to_nemo``."""
+    return {
+        **_to_nemo(config, ("moe_intermediate_size", 512), **experts),
+        expert_keys.SHARED_WIDTH: HfSettings(config).count(_SHARED, 512),
+        expert_keys.SHARED_GATE: True,
+    }
+
+
+def _qwen3_5_moe_to_nemo(config: Config) -> dict[str, Any]:
+    experts = _hybrid_experts_to_nemo(config, experts=256, top_k=8, renormalized=True)
+    # The model has no MLP other than its experts, and its config no key for the width of one.
+    config = {**config, "intermediate_size": experts[expert_keys.EXPERT_WIDTH]}
+    return hybrid_to_nemo(config, "qwen3_5_moe_text", **experts)
+
+
+def _qwen3_5_moe_to_hf(config: Config) -> dict[str, Any]:
+    settings_of_experts = _to_hf(config, "moe_intermediate_size")
+    del settings_of_experts["norm_topk_prob"]
+    shared = {_SHARED: _experts_of(config).shared_width}
+    decoder = hybrid_to_hf(config, "qwen3_5_moe_text", **settings_of_experts, **shared)
+    del decoder["intermediate_size"]
+    return decoder
+
+
+QWEN3_5_MOE = ModelFamily(
+    name="qwen3_5_moe_text",
+    to_nemo=_qwen3_5_moe_to_nemo,
+    to_hf=_qwen3_5_moe_to_hf,
+    model=HYBRID_MODEL,
+    layer=hybrid_layer_rules(**_HYBRID_MLP),
+    linear_layer=delta_net_rules(**_HYBRID_MLP),
+    made_of={**HYBRID, "experts": _are_shared_and_renormalized},
+    dropped="mtp.",
+)
+
+
+def _qwen3_next_to_nemo(config: Config) -> dict[str, Any]:
+    renormalized = HfSettings(config).flag("norm_topk_prob", True)
+    experts = _hybrid_experts_to_nemo(config, experts=512, top_k=10, renormalized=renormalized)
+    return hybrid_to_nemo(config, "qwen3_next", **experts, **expert_layers_to_nemo(config))
+
+
+def _qwen3_next_to_hf(config: Config) -> dict[str, Any]:
+    return hybrid_to_hf(
+        config,
+        "qwen3_next",
+        **_to_hf(config, "moe_intermediate_size"),
+        **{_SHARED: _experts_of(config).shared_width},
+        **expert_layers_to_hf(config),
+    )
+
+
+QWEN3_NEXT = ModelFamily(
+    name="qwen3_next",
+    to_nemo=_qwen3_next_to_nemo,
+    to_hf=_qwen3_next_to_hf,
+    model=HYBRID_MODEL,
+    layer=hybrid_layer_rules(**_HYBRID_MLP),
+    linear_layer=delta_net_rules(is_fused=True, **_HYBRID_MLP),
+    dense_mlp=HYBRID_DENSE_MLP,
+    made_of={**HYBRID, "experts": _have_shared_gate, "moe_layer_freq": base.ANY},
+    dropped="mtp.",
 )

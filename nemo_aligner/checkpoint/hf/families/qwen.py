@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -126,7 +126,13 @@ _SIZES = {
 }
 
 
-def _qwen3_5_to_nemo(config: Config) -> dict[str, Any]:
+def hybrid_to_nemo(config: Config, name: str, **family: Any) -> dict[str, Any]:
+    """Translate the config of a Qwen whose layers have Gated DeltaNet or gated attention.
+
+    Args:
+        name: name of the family.
+        family: settings of the family, which are added to the result.
+    """
     reader = HfSettings(config)
     count, interval = reader.layers(), reader.count("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
@@ -148,7 +154,7 @@ def _qwen3_5_to_nemo(config: Config) -> dict[str, Any]:
         }
     return settings.decoder_to_nemo(
         config,
-        name="qwen3_5_text",
+        name=name,
         head_dim=256,
         rotated=0.25,
         qk_layernorm=True,
@@ -156,18 +162,21 @@ def _qwen3_5_to_nemo(config: Config) -> dict[str, Any]:
         # Stored as gamma - 1 in archives, too: adding 1 would round a bf16 weight once more.
         layernorm_zero_centered_gamma=True,
         **linear,
+        **family,
     )
 
 
-def _qwen3_5_to_hf(config: Config) -> dict[str, Any]:
+def hybrid_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
+    """Translate a NeMo config to the ``config.json`` of such a Qwen; ``family`` is added to it."""
     kinds = [settings.LINEAR if linear else settings.FULL for linear in linear_layers(config)]
     return settings.decoder_to_hf(
         config,
-        "qwen3_5_text",
+        model_type,
         of_shape={"partial_rotary_factor": "rotary_percentage"},
         attention_bias=False,
         layer_types=kinds,
         **{key: config[key] for key in _SIZES if key in config},
+        **family,
     )
 
 
@@ -212,6 +221,12 @@ def _projection_widths(config: Config) -> tuple[tuple[int, ...], ...]:
     return (*_conv_widths(config), (values,), (per_key,), (per_key,))
 
 
+def _fused_widths(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The same for two fused projections: to all vectors, and to write strengths and decays."""
+    *vectors, strengths, decays = (sum(sizes) for sizes in _projection_widths(config))
+    return (sum(vectors),), (strengths + decays,)
+
+
 def _conv_rule() -> Rule:
     """Build the rule of the convolution: Hugging Face has ``[channels, 1, taps]``."""
     rule = _by_key_head("self_attention.conv_weight", ("linear_attn.conv1d.weight",), _conv_widths)
@@ -225,45 +240,70 @@ def _conv_rule() -> Rule:
     return replace(rule, join=join, split=split)
 
 
-_PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
 _zero_centered = partial(base.norm_rule, hf_is_zero_centered=True)
 _QUERIES, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in "qkv")
+_PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+_FUSED_PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))
+
+HYBRID_MODEL = base.model_rules_with(_zero_centered)
+# The MLP, with the norm before it, of a layer without experts in a mixture-of-experts model.
+HYBRID_DENSE_MLP = (
+    _zero_centered(base.MLP_NORM, "post_attention_layernorm.weight"),
+    base.GATED,
+    base.DOWN,
+)
+# Fields of ``ModelShape`` in which these families differ from Llama.
+HYBRID: Mapping[str, Any] = {
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "rotary_percentage": base.ANY,
+    "linear_attention": base.ANY,
+}
+
+
+def hybrid_layer_rules(**mlp: Any) -> tuple[Rule, ...]:
+    """Build the rules of a layer with gated attention; ``mlp`` is as in ``layer_rules_with``."""
+    attention = (
+        base.gated_qkv_rule("self_attention.linear_qkv.weight", _QUERIES, _KEYS, _VALUES),
+        base.PROJECTION,
+    )
+    rules = base.layer_rules_with(_zero_centered, attention=attention, **mlp)
+    return (*rules, *base.query_key_norms(_zero_centered))
+
+
+def delta_net_rules(*, is_fused: bool = False, **mlp: Any) -> tuple[Rule, ...]:
+    """Build the rules of a layer with Gated DeltaNet.
+
+    Args:
+        is_fused: Hugging Face has two projections of the input, whose rows are ordered by key head,
+            rather than four.
+        mlp: as in ``layer_rules_with``.
+    """
+    names, widths = _PROJECTIONS, _projection_widths
+    if is_fused:
+        names, widths = _FUSED_PROJECTIONS, _fused_widths
+    attention = (
+        _by_key_head("self_attention.linear_qkv.weight", names, widths),
+        _conv_rule(),
+        Rule("self_attention.a_log", ("linear_attn.A_log",)),
+        Rule("self_attention.dt_bias", ("linear_attn.dt_bias",)),
+        Rule("self_attention.norm_weight", ("linear_attn.norm.weight",)),
+        Rule(
+            "self_attention.linear_proj.weight",
+            ("linear_attn.out_proj.weight",),
+            is_by_group=None,
+        ),
+    )
+    return base.layer_rules_with(_zero_centered, attention=attention, **mlp)
+
 
 QWEN3_5 = ModelFamily(
     name="qwen3_5_text",
-    to_nemo=_qwen3_5_to_nemo,
-    to_hf=_qwen3_5_to_hf,
-    model=base.model_rules_with(_zero_centered),
-    layer=(
-        *base.layer_rules_with(
-            _zero_centered,
-            attention=(
-                base.gated_qkv_rule("self_attention.linear_qkv.weight", _QUERIES, _KEYS, _VALUES),
-                base.PROJECTION,
-            ),
-        ),
-        *base.query_key_norms(_zero_centered),
-    ),
-    linear_layer=base.layer_rules_with(
-        _zero_centered,
-        attention=(
-            _by_key_head("self_attention.linear_qkv.weight", _PROJECTIONS, _projection_widths),
-            _conv_rule(),
-            Rule("self_attention.a_log", ("linear_attn.A_log",)),
-            Rule("self_attention.dt_bias", ("linear_attn.dt_bias",)),
-            Rule("self_attention.norm_weight", ("linear_attn.norm.weight",)),
-            Rule(
-                "self_attention.linear_proj.weight",
-                ("linear_attn.out_proj.weight",),
-                is_by_group=None,
-            ),
-        ),
-    ),
-    made_of={
-        "qk_layernorm": True,
-        "attention_output_gate": True,
-        "rotary_percentage": base.ANY,
-        "linear_attention": base.ANY,
-    },
+    to_nemo=partial(hybrid_to_nemo, name="qwen3_5_text"),
+    to_hf=partial(hybrid_to_hf, model_type="qwen3_5_text"),
+    model=HYBRID_MODEL,
+    layer=hybrid_layer_rules(),
+    linear_layer=delta_net_rules(),
+    made_of=HYBRID,
     dropped="mtp.",
 )

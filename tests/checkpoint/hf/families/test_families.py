@@ -210,9 +210,10 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
                 family_of(config).to_hf(config)
 
 
-def test_family_of_experts_reads_those_that_are_stored_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_5_moe", "qwen3_next"])
+def test_family_of_experts_reads_those_that_are_stored_as_one(case: str, tmp_path: Path) -> None:
     """transformers 5 can write fused experts; a Mixtral's router then has another name."""
-    families.write_hf_checkpoint(tmp_path / "single", "mixtral")
+    families.write_hf_checkpoint(tmp_path / "single", case)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     tiny.write_tokenizer(tmp_path / "fused")
