@@ -4,6 +4,12 @@ Keys and values are cached in blocks of 16 tokens. A block is identified by its 
 its own token ids. The ids themselves are compared, so no hash collision can change a score. The
 least recently used blocks are evicted first, and a block before its preceding block.
 
+A layer with linear attention has no keys and values but a state, which is as large as those of many
+tokens. So states are cached only behind chunks of 64 tokens where a sample ended or where samples
+branched: "snapshots". A model with such layers continues a sample from the last snapshot in its
+cached blocks, and computes the blocks behind the snapshot again. Snapshots have their own capacity;
+the least recently used ones are evicted first.
+
 If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
 too, so that the next turn of a dialogue costs only its own tokens.
 
@@ -20,7 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import BLOCK_TOKENS
 from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import (
@@ -31,8 +38,11 @@ from nemo_aligner.data.packing import (
     uniform_rope,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
-_BLOCK_BYTES = BLOCK_TOKENS * 4  # bytes of a block's token ids as int32
+_TOKEN_BYTES = 4  # bytes of a token id as int32
+_BLOCK_BYTES = BLOCK_TOKENS * _TOKEN_BYTES
+_CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 _NONE = -1  # the id that stands for no block
 
 
@@ -45,13 +55,18 @@ class BlockTable:
         first_new: index in the sequence of the first block that it computes and caches.
         new: blocks that the sequence computes and caches, from ``first_new`` on.
         path: all blocks of the sequence. Blocks between ``cached`` and ``new`` are computed by
-            another sequence of the same call.
+            another sequence of the same call, or are cached but have no snapshot behind them.
+        state: slot of the snapshot behind ``cached``; None in a model without linear attention.
+        new_states: ``(tokens, slot)`` of each snapshot that the sequence computes and caches,
+            behind its first ``tokens`` tokens.
     """
 
     cached: tuple[int, ...]
     first_new: int
     new: tuple[int, ...]
     path: tuple[int, ...] = ()
+    state: int | None = None
+    new_states: tuple[tuple[int, int], ...] = ()
 
 
 def _root_of(rotation: int) -> int:
@@ -68,10 +83,14 @@ def as_key(tokens: np.ndarray) -> bytes:
 
 
 class BlockManager:
-    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks."""
+    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks.
 
-    def __init__(self, capacity: int) -> None:
+    ``states`` is the number of snapshots in the pool; None for a model without linear attention.
+    """
+
+    def __init__(self, capacity: int, states: int | None = None) -> None:
         self._capacity = capacity
+        self._state_capacity = states
         self.clear()
 
     def clear(self) -> None:
@@ -82,17 +101,31 @@ class BlockManager:
         # block -> position in the block -> outputs of the head
         self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
+        # the block in front of a snapshot -> the snapshot's slot, the least recently used first
+        self._states: OrderedDict[int, int] = OrderedDict()
+        self._free_states = list(range((self._state_capacity or 0) - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
-        """Find the cached blocks at the beginning of a sequence.
+        """Find the cached blocks at the beginning of a sequence, which it need not compute.
 
         The block with the last token is not included, because the last token is always computed.
         The blocks end before the first position of ``reads`` whose outputs are not cached.
-        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks.
+        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks. In a model with
+        linear attention, the blocks end at a snapshot.
         """
+        return self._until_state(self._match(key, reads, rotation))
+
+    def _until_state(self, cached: tuple[int, ...]) -> tuple[int, ...]:
+        if self._state_capacity is None:
+            return cached
+        ends = range(len(cached) // _CHUNK_BLOCKS * _CHUNK_BLOCKS, 0, -_CHUNK_BLOCKS)
+        return cached[: next((end for end in ends if cached[end - 1] in self._states), 0)]
+
+    def _match(self, key: bytes, reads: Sequence[int], rotation: int) -> tuple[int, ...]:
+        """Find what ``find`` finds, but whether or not there is a snapshot."""
         cached: list[int] = []
         block = _root_of(rotation)
         positions: dict[int, list[int]] = {}
@@ -148,9 +181,10 @@ class BlockManager:
         """
         reads = [()] * len(keys) if reads is None else reads
         rotations = [0] * len(keys) if rotations is None else rotations
-        cached = [self.find(*args) for args in zip(keys, reads, rotations, strict=True)]
-        paths = [list(blocks) for blocks in cached]
-        pinned = {block for blocks in cached for block in blocks}
+        matched = [self._match(*args) for args in zip(keys, reads, rotations, strict=True)]
+        cached = [self._until_state(blocks) for blocks in matched]
+        paths = [list(blocks) for blocks in matched]
+        pinned = {block for blocks in matched for block in blocks}
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned, rotations)
@@ -159,10 +193,78 @@ class BlockManager:
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
+        states = self._place_states(keys, cached, paths, new)
         return [
-            BlockTable(blocks, min(added, default=0), tuple(added.values()), tuple(path))
-            for blocks, added, path in zip(cached, new, paths, strict=True)
+            BlockTable(
+                blocks,
+                min(added, default=0),
+                tuple(added.values()),
+                tuple(path),
+                self._states[blocks[-1]] if blocks and self._state_capacity is not None else None,
+                tuple(placed),
+            )
+            for blocks, added, path, placed in zip(cached, new, paths, states, strict=True)
         ]
+
+    def _place_states(
+        self,
+        keys: Sequence[bytes],
+        cached: Sequence[tuple[int, ...]],
+        paths: Sequence[Sequence[int]],
+        new: Sequence[Mapping[int, int]],
+    ) -> list[list[tuple[int, int]]]:
+        """Place a snapshot where each sequence leaves a path of others, and where it ends.
+
+        A snapshot is behind the last whole chunk there. It is on the sequence's path and behind
+        the sequence's cached blocks, so that the sequence computes it. Branches are placed first:
+        if there is too little room for all, they are more probably read again.
+
+        Args:
+            keys, cached, paths, new: for each sequence its token ids, what ``_until_state`` and
+                ``_extend`` return, and its path.
+
+        Returns:
+            For each sequence ``BlockTable.new_states``.
+        """
+        placed: list[list[tuple[int, int]]] = [[] for _ in keys]
+        if self._state_capacity is None:
+            return placed
+        pinned = {blocks[-1] for blocks in cached if blocks}
+        for block in pinned:
+            self._states.move_to_end(block)
+        branches = [[min(added, default=0) // _CHUNK_BLOCKS] for added in new]
+        # A sample's last chunk may end with the sample. Then the same sample, scored again, needs
+        # the snapshot in front of that chunk, and a longer sample the one behind it.
+        lengths = [len(key) // _TOKEN_BYTES for key in keys]
+        ends = [[(length - 1) // CHUNK_TOKENS, length // CHUNK_TOKENS] for length in lengths]
+        for chunks_of in (branches, ends):
+            for index, (chunks, path) in enumerate(zip(chunks_of, paths, strict=True)):
+                for chunk in chunks:
+                    end = chunk * _CHUNK_BLOCKS
+                    if not len(cached[index]) < end <= len(path) or path[end - 1] in self._states:
+                        continue
+                    slot = self._place_state(path[end - 1], pinned)
+                    if slot is not None:
+                        placed[index].append((chunk * CHUNK_TOKENS, slot))
+        return placed
+
+    def _place_state(self, block: int, pinned: set[int]) -> int | None:
+        """Place the snapshot behind ``block``, evicting the least recently used one if necessary.
+
+        Returns:
+            Its slot; None if the call uses all slots: those of the snapshots behind ``pinned``.
+        """
+        if self._free_states:
+            slot = self._free_states.pop()
+        else:
+            # Snapshots in use were moved to the end, so if the first one is pinned, all are.
+            oldest = next(iter(self._states), _NONE)
+            if oldest == _NONE or oldest in pinned:
+                return None
+            slot = self._states.pop(oldest)
+        self._states[block] = slot
+        pinned.add(block)
+        return slot
 
     def _extend(
         self,
@@ -217,6 +319,8 @@ class BlockManager:
                 return None
             del self._blocks[self._keys.pop(block)]
             self._outputs.pop(block, None)
+            if block in self._states:
+                self._free_states.append(self._states.pop(block))
         self._blocks[key] = block
         self._keys[block] = key
         return block
@@ -249,6 +353,8 @@ class PrefixCache:
     Attributes:
         slots: size of each replica's pool in tokens: ``tokens``, rounded down to whole blocks.
 
+    ``states`` is the number of snapshots in each pool; None for a model without linear attention.
+
     If the model has a ``reply_marker``, it reads all states of the reply, so nothing from the
     marker on is cached. Sequences share blocks only if they have the same ``length_dependent_rope``
     (see ``ModelShape``).
@@ -261,9 +367,10 @@ class PrefixCache:
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
         length_dependent_rope: Callable[[int], int] = uniform_rope,
+        states: int | None = None,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
-        self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
+        self._managers = [BlockManager(blocks, states) for _ in range(layout.dp)]
         self._computed_tokens = [0] * layout.dp
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
@@ -398,12 +505,14 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
 
 def _cached_prefixes(tables: Sequence[BlockTable]) -> list[CachedPrefix | None]:
     """Return the cached prefix of each sequence; sequences with equal prefixes share an object."""
-    distinct = dict.fromkeys(table.cached for table in tables if table.cached)
-    prefixes = {blocks: CachedPrefix(_slots_of(blocks)) for blocks in distinct}
+    distinct = {table.cached: table.state for table in tables if table.cached}
+    prefixes = {
+        blocks: CachedPrefix(_slots_of(blocks), state) for blocks, state in distinct.items()
+    }
     return [prefixes.get(table.cached) for table in tables]
 
 
 def _stored_of(table: BlockTable) -> Stored | None:
-    if not table.new:
+    if not table.new and not table.new_states:
         return None
-    return Stored(table.first_new * BLOCK_TOKENS, _slots_of(table.new))
+    return Stored(table.first_new * BLOCK_TOKENS, _slots_of(table.new), table.new_states)
