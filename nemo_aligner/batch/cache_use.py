@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -75,7 +75,7 @@ class CacheUse:
     taken: Tensor
     stored: Tensor
     slots: Tensor
-    states: StateUse = NO_STATES
+    states: StateUse = field(default=NO_STATES, kw_only=True)
 
     def tensors(self) -> list[Tensor]:
         """List the tensors: ``taken``, ``stored`` and ``slots``."""

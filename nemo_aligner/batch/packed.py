@@ -322,7 +322,7 @@ class _Segments:
             torch.cat([empty, *(cached.slots for cached in self.cached)]),
             torch.from_numpy(np.concatenate([empty.numpy(), *self._stored])),
             torch.cat([empty, *self._slots]),
-            StateUse(
+            states=StateUse(
                 tuple(cached.state for cached in self.cached if cached.state is not None),
                 tuple(self._state_rows),
                 tuple(self._state_slots),
@@ -557,7 +557,9 @@ class PackedBatch:
             position_ids=positions,
             scored_tokens=scored,
             records=replace(self.records, labels=replace(labels, values=values)),
-            cached=None if cached is None else CacheUse(cached.lengths, *moved, cached.states),
+            cached=None
+            if cached is None
+            else CacheUse(cached.lengths, *moved, states=cached.states),
             replies=None if self.replies is None else self.replies.to(device),
             share=None if self.share is None else self.share.to(device),
         )

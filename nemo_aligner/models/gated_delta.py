@@ -132,12 +132,12 @@ def _list_chunks(
     for segment, chain in enumerate(chains_of(prefixes, num_cached)):
         if segment + num_cached in shared:
             continue  # every prefix is a part of a sequence that ends with another segment
-        own = [*(number - num_cached for number in chain if number >= num_cached), segment]
-        spans = [np.arange(starts[number], starts[number + 1]) for number in own]
+        local = [*(number - num_cached for number in chain if number >= num_cached), segment]
+        spans = [np.arange(starts[number], starts[number + 1]) for number in local]
         count = sum(map(len, spans))
         cached = chain[0] if chain and chain[0] < num_cached else -1
-        before = in_front[cached] if cached >= 0 else np.full(previous, -1)
-        sequence = np.concatenate([before, *spans, np.full(-count % CHUNK_TOKENS, -1)])
+        first = in_front[cached] if cached >= 0 else np.full(previous, -1)
+        sequence = np.concatenate([first, *spans, np.full(-count % CHUNK_TOKENS, -1)])
         parent = cached + 1
         for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
             # The last row identifies a chunk, because a row has one position, in one sequence or

@@ -138,22 +138,27 @@ class RewardScorer:
         self.contract = contract
         self.fingerprint = fingerprint
         self.counts = TokenCounts()
-        states = prefix_cache_states if model.has_states else None
-        if prefix_cache_tokens and states == 0:
-            prefix_cache_tokens = 0
+        self._cache, self._pool = self._new_cache(prefix_cache_tokens, prefix_cache_states)
+
+    def _new_cache(self, tokens: int, states: int) -> tuple[PrefixCache, KeyValuePool | None]:
+        """Create the prefix cache and its pool; there is no pool if the cache has no room."""
+        model, has_states = self.model, self.model.has_states
+        if tokens and has_states and states == 0:
+            tokens = 0
             if is_main():
                 logger.warning(
                     "the prefix cache is off: this model has linear attention, and "
                     "prefix_cache_states=0 leaves no room for its states"
                 )
-        marker = contract.reply_marker
-        by_length = model.length_dependent_rope
-        self._cache = PrefixCache(
-            prefix_cache_tokens, layout, micro_batch_tokens, marker, by_length, states
+        cache = PrefixCache(
+            tokens,
+            self._layout,
+            self._micro_batch_tokens,
+            self.contract.reply_marker,
+            model.length_dependent_rope,
+            states if has_states else None,
         )
-        self._pool: KeyValuePool | None = None
-        if self._cache.slots:
-            self._pool = model.new_key_value_pool(self._cache.slots, states or 0)
+        return cache, model.new_key_value_pool(cache.slots, states) if cache.slots else None
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -173,8 +178,8 @@ class RewardScorer:
     @property
     def num_cached_states(self) -> int:
         """Snapshots that the prefix cache has room for; 0 in a model without linear attention."""
-        has_states = self._pool is not None and self._pool.states is not None
-        return self._pool.states.slots if has_states else 0
+        states = None if self._pool is None else self._pool.states
+        return 0 if states is None else states.slots
 
     def warm_up(self) -> None:
         """Do the slow first computations before a sample has to wait for them; collective.
