@@ -8,7 +8,8 @@ A layer with linear attention has no keys and values but a state, which is as la
 tokens. So states are cached only behind chunks of 64 tokens where a sample ended or where samples
 branched: "snapshots". A model with such layers continues a sample from the last snapshot in its
 cached blocks, and computes the blocks behind the snapshot again. Snapshots have their own capacity;
-the least recently used ones are evicted first.
+the least recently used ones are evicted first. The first use of a snapshot where a sample ended
+does not count, because it is mostly the next turn of a dialogue, which leaves its own snapshot.
 
 If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
 too, so that the next turn of a dialogue costs only its own tokens.
@@ -104,6 +105,8 @@ class BlockManager:
         # the block in front of a snapshot -> the snapshot's slot, the least recently used first
         self._states: OrderedDict[int, int] = OrderedDict()
         self._free_states = list(range((self._state_capacity or 0) - 1, -1, -1))
+        # blocks in front of snapshots behind which samples branched
+        self._branches: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -229,21 +232,27 @@ class BlockManager:
         placed: list[list[tuple[int, int]]] = [[] for _ in keys]
         if self._state_capacity is None:
             return placed
-        pinned = {blocks[-1] for blocks in cached if blocks}
-        for block in pinned:
-            self._states.move_to_end(block)
+        used = [blocks[-1] for blocks in cached if blocks]
+        for block in used:
+            if block in self._branches:
+                self._states.move_to_end(block)
+            self._branches.add(block)
+        pinned = set(used)
         branches = [[min(added, default=0) // _CHUNK_BLOCKS] for added in new]
         # A sample's last chunk may end with the sample. Then the same sample, scored again, needs
         # the snapshot in front of that chunk, and a longer sample the one behind it.
         lengths = [len(key) // _TOKEN_BYTES for key in keys]
         ends = [[(length - 1) // CHUNK_TOKENS, length // CHUNK_TOKENS] for length in lengths]
-        for chunks_of in (branches, ends):
+        for is_branch, chunks_of in ((True, branches), (False, ends)):
             for index, (chunks, path) in enumerate(zip(chunks_of, paths, strict=True)):
                 for chunk in chunks:
                     end = chunk * _CHUNK_BLOCKS
-                    if not len(cached[index]) < end <= len(path) or path[end - 1] in self._states:
+                    if not len(cached[index]) < end <= len(path):
                         continue
-                    slot = self._place_state(path[end - 1], pinned)
+                    block = path[end - 1]
+                    if is_branch:
+                        self._branches.add(block)
+                    slot = self._place_state(block, pinned)
                     if slot is not None:
                         placed[index].append((chunk * CHUNK_TOKENS, slot))
         return placed
@@ -252,19 +261,25 @@ class BlockManager:
         """Place the snapshot behind ``block``, evicting the least recently used one if necessary.
 
         Returns:
-            Its slot; None if the call uses all slots: those of the snapshots behind ``pinned``.
+            Its slot; None if there is a snapshot already, or if the call uses all slots: those of
+            the snapshots behind ``pinned``.
         """
-        if self._free_states:
-            slot = self._free_states.pop()
-        else:
-            # Snapshots in use were moved to the end, so if the first one is pinned, all are.
-            oldest = next(iter(self._states), _NONE)
-            if oldest == _NONE or oldest in pinned:
+        if block in self._states:
+            return None
+        if not self._free_states:
+            oldest = next((block for block in self._states if block not in pinned), None)
+            if oldest is None:
                 return None
-            slot = self._states.pop(oldest)
-        self._states[block] = slot
+            self._evict_state(oldest)
+        slot = self._states[block] = self._free_states.pop()
         pinned.add(block)
         return slot
+
+    def _evict_state(self, block: int) -> None:
+        """Evict the snapshot behind ``block``, if there is one."""
+        if block in self._states:
+            self._free_states.append(self._states.pop(block))
+        self._branches.discard(block)
 
     def _extend(
         self,
@@ -319,8 +334,7 @@ class BlockManager:
                 return None
             del self._blocks[self._keys.pop(block)]
             self._outputs.pop(block, None)
-            if block in self._states:
-                self._free_states.append(self._states.pop(block))
+            self._evict_state(block)
         self._blocks[key] = block
         self._keys[block] = key
         return block

@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.families.qwen import QWEN3_5
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+from nemo_aligner.planning.planner import PlanRequest, render_heading
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import load_scorer
@@ -166,6 +170,21 @@ def test_model_without_room_for_states_has_no_prefix_cache(
     first, again = scorer.score_token_lists(samples), scorer.score_token_lists(samples)
     assert (first == again).all()
     assert scorer.counts.cached == 0
+
+
+def test_memory_of_snapshots_is_told(archive: Path, layout: ParallelLayout) -> None:
+    shape = ModelShape.from_config(QWEN3_5.to_nemo(families.hf_config("qwen3_5").to_dict()))
+    plain = scorer_of(archive, layout)
+    small, large = (
+        scorer_of(archive, layout, Precision.fp32, plain, (64, states)) for states in (1, 5)
+    )
+    assert large.prefix_cache_bytes - small.prefix_cache_bytes == 4 * shape.snapshot_bytes(4)
+    request = PlanRequest()
+    heading = render_heading("tiny", request.planner(shape), request)
+    expected = shape.snapshot_bytes(2) / 1e6
+    assert f"{expected:.1f} MB for each of server.prefix_cache_states" in heading
+    # docs/serving.md: Qwen3.5 9B has 24 layers of 16 key heads and 32 value heads of 128 channels.
+    assert round(24 * LinearAttentionShape(16, 32, 128, 128, 4).snapshot_bytes(2) / 1e6, 1) == 51.5
 
 
 def test_server_has_the_bits_of_a_batch_of_one_from_cached_states(

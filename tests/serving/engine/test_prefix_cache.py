@@ -127,6 +127,22 @@ def test_prefix_index_branches_come_before_ends() -> None:
     assert index.find(key(longer[0])) == ()
 
 
+def test_prefix_index_needs_one_snapshot_for_each_dialogue_and_one_more() -> None:
+    """The snapshot of a turn goes before those of other dialogues as soon as it is continued."""
+    index, rng = BlockManager(1000, states=5), random.Random(0)
+    dialogues = [draw(rng, 70) for _ in range(4)]
+    for turn in range(6):
+        for number, text in enumerate(dialogues):
+            (use,) = index.allocate([key(text)])
+            assert len(use.cached) == (4 * ((len(text) - 70) // 64) if turn else 0)
+            dialogues[number] = text + draw(rng, 70)
+    # A prompt that is used again and again stays.
+    index, prompt = BlockManager(1000, states=3), [1] * 64
+    for _ in range(6):
+        uses = index.allocate([key(prompt + draw(rng, 70)) for _ in range(2)])
+    assert [len(use.cached) for use in uses] == [4, 4]
+
+
 def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
     index = BlockManager(10)
     text = list(range(48))
