@@ -260,7 +260,7 @@ class ServerConfig(FrontConfig):
     prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
     prefix_cache_states: int = setting(
         PREFIX_CACHE_STATES,
-        "with linear attention: prefixes whose states that cache keeps; 0: no cache",
+        "with linear attention: prefixes whose states it keeps; 0: no cache",
     )
     report_every_secs: float = setting(10.0, "seconds between log lines with the load; 0: never")
     heartbeat_secs: float = setting(3.0, "seconds between heartbeats of rank 0")
