@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.batch.cache_use import NO_STATES
+from nemo_aligner.batch.cache_use import NO_STATES, StateUse
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import PointwiseChoice, Recompute
@@ -248,9 +248,8 @@ class GPTRewardModel(GPTModel):
         chunks = None
         if self._linear_attention is not None:
             taps = self._linear_attention.conv_kernel - 1
-            states = NO_STATES if batch.cached is None else batch.cached.states
             chunks = ChunkTree.of(
-                segments.lengths, segments.prefixes, taps, read_rows.device, states
+                segments.lengths, segments.prefixes, taps, read_rows.device, _states_of(batch)
             )
         return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
@@ -363,6 +362,23 @@ class GPTRewardModel(GPTModel):
     ) -> dict[str, Any]:
         # Skip LanguageModule's sharded_state_dict, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def _states_of(batch: PackedBatch) -> StateUse:
+    """Return which cached states a pack reads and stores.
+
+    Raises:
+        ValueError: a cached prefix has no state, without which linear attention cannot go on.
+    """
+    if batch.cached is None:
+        return NO_STATES
+    states, prefixes = batch.cached.states, len(batch.cached.lengths)
+    if len(states.taken) != prefixes:
+        raise ValueError(
+            f"a pack has {prefixes} cached prefixes and {len(states.taken)} cached states. Linear "
+            "attention needs a state behind each prefix: pass CachedPrefix.state."
+        )
+    return states
 
 
 def build_reward_model(

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.batch.cache_use import CachedPrefix
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN3_5
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+from nemo_aligner.models.step import infer
 from nemo_aligner.planning.planner import PlanRequest, render_heading
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.engine.rows import Row
@@ -170,6 +173,14 @@ def test_model_without_room_for_states_has_no_prefix_cache(
     first, again = scorer.score_token_lists(samples), scorer.score_token_lists(samples)
     assert (first == again).all()
     assert scorer.counts.cached == 0
+
+
+def test_cached_prefix_without_a_state_is_rejected(archive: Path, layout: ParallelLayout) -> None:
+    model = scorer_of(archive, layout).model
+    cached = CachedPrefix(torch.arange(64))
+    pack = PackedBatch.pack([list(range(70))], groups=[Group(1, 64, cached)])
+    with pytest.raises(ValueError, match="1 cached prefixes and 0 cached states"):
+        infer(model, [pack], layout, model.new_key_value_pool(64, 1))
 
 
 def test_memory_of_snapshots_is_told(archive: Path, layout: ParallelLayout) -> None:
