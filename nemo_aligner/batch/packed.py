@@ -1,7 +1,6 @@
 """PackedBatch: sequences packed for a model; Records: the samples, rewards and labels of records.
 
-Also ``CachedPrefix``, ``Stored`` and ``CacheUse``, by which a pack reads keys and values that an
-earlier pack computed, and stores its own: a server's prefix cache uses them.
+``cache_use.py`` has what a pack reads from a server's prefix cache, and what it stores there.
 """
 
 from __future__ import annotations
@@ -14,55 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.cache_use import CachedPrefix, CacheUse, StateUse, Stored
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
-
-# How a pack uses the keys and values that earlier packs stored in a server's cache.
-
-
-@dataclass(frozen=True, eq=False)
-class CachedPrefix:
-    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's cache.
-
-    All sequences that begin with this prefix refer to the same object, so that a pack recognizes
-    them by identity.
-    """
-
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The n tokens of a sequence, from position ``start`` on, whose keys and values to store.
-
-    ``slots [n]`` int64 are the slots of the server's key-value cache to store them in.
-    """
-
-    start: int
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    """Keys and values that a pack reads from a server's cache, and those that it stores there.
-
-    Attributes:
-        lengths: number of tokens of each of the pack's P cached segments, C in all.
-        taken: ``[C]`` int64 slots to read, segment by segment.
-        stored: ``[M]`` int64 indices, in the pack, of the tokens whose keys and values to store.
-        slots: ``[M]`` int64 slots to store them in, which are not in ``taken``.
-    """
-
-    lengths: tuple[int, ...]
-    taken: Tensor
-    stored: Tensor
-    slots: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """List ``taken``, ``stored`` and ``slots``, which a CUDA graph needs at fixed addresses."""
-        return [self.taken, self.stored, self.slots]
-
 
 # Records: samples, rewards and labels.
 
@@ -309,6 +263,8 @@ class _Segments:
         self.reads: list[int] = []
         self._stored: list[np.ndarray] = []
         self._slots: list[Tensor] = []
+        self._state_rows: list[int] = []
+        self._state_slots: list[int] = []
 
     def add_group(
         self,
@@ -343,6 +299,12 @@ class _Segments:
                 is_shared = positions < group.prefix
                 self._stored.append(positions + np.where(is_shared, shared_offset, offset))
                 self._slots.append(to_store.slots)
+                for tokens, slot in to_store.states:
+                    last = tokens - 1
+                    self._state_rows.append(
+                        last + (shared_offset if last < group.prefix else offset)
+                    )
+                    self._state_slots.append(slot)
 
     def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
         self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
@@ -364,6 +326,11 @@ class _Segments:
             torch.cat([empty, *(cached.slots for cached in self.cached)]),
             torch.from_numpy(np.concatenate([empty.numpy(), *self._stored])),
             torch.cat([empty, *self._slots]),
+            states=StateUse(
+                tuple(cached.state for cached in self.cached if cached.state is not None),
+                tuple(self._state_rows),
+                tuple(self._state_slots),
+            ),
         )
 
 
@@ -594,7 +561,9 @@ class PackedBatch:
             position_ids=positions,
             scored_tokens=scored,
             records=replace(self.records, labels=replace(labels, values=values)),
-            cached=None if cached is None else CacheUse(cached.lengths, *moved),
+            cached=None
+            if cached is None
+            else CacheUse(cached.lengths, *moved, states=cached.states),
             replies=None if self.replies is None else self.replies.to(device),
             share=None if self.share is None else self.share.to(device),
         )

@@ -25,6 +25,8 @@ MAX_PORT = 2**16 - 1
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
 """Tokens per block of the prefix cache, which stores keys and values by whole blocks."""
+PREFIX_CACHE_STATES = 32
+"""Default of ``server.prefix_cache_states``."""
 
 
 class RecordKind(Enum):

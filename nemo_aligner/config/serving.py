@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, setting
+from nemo_aligner.config.common import (
+    ANY,
+    PREFIX_CACHE_STATES,
+    RANKS,
+    Checks,
+    IdleRule,
+    Precision,
+    setting,
+)
 from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
@@ -250,6 +258,10 @@ class ServerConfig(FrontConfig):
         10.0, "seconds to tokenize a sample; slower ones get a 400"
     )
     prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
+    prefix_cache_states: int = setting(
+        PREFIX_CACHE_STATES,
+        "with linear attention: prefixes whose states it keeps; 0: no cache",
+    )
     report_every_secs: float = setting(10.0, "seconds between log lines with the load; 0: never")
     heartbeat_secs: float = setting(3.0, "seconds between heartbeats of rank 0")
     worker_timeout_secs: float = setting(
@@ -271,7 +283,7 @@ class ServerConfig(FrontConfig):
             "heartbeat_secs",
             "worker_timeout_secs",
         )
-        checks.require_not_negative("report_every_secs", "max_call_secs")
+        checks.require_not_negative("report_every_secs", "max_call_secs", "prefix_cache_states")
         checks.require_prefix_cache("prefix_cache_tokens")
 
 
@@ -317,6 +329,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
     ({"ensemble.files": []}, ("ensemble.combine", "ensemble.k")),
     ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
     ({"ensemble.combine": Combine.min}, ("ensemble.k",)),
+    ({"server.prefix_cache_tokens": 0}, ("server.prefix_cache_states",)),
 )
 
 
@@ -459,7 +472,12 @@ class ServeCriticConfig:
         _check_ring(self)
 
 
-_OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
+_OF_REWARDS = (
+    "rm_model_file",
+    "trainer.ppo.offload_idle_model",
+    "server.prefix_cache_tokens",
+    "server.prefix_cache_states",
+)
 IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
     ANY_ROWS,
     WHOLE_TEXTS,
@@ -470,6 +488,7 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
         (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
+    ({"server.prefix_cache_tokens": 0}, ("server.prefix_cache_states",)),
     # A loaded checkpoint has all weights, also the head's, so nothing is initialized at random.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

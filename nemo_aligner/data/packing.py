@@ -26,15 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch.packed import (
-    CachedPrefix,
-    Group,
-    LabelColumns,
-    PackedBatch,
-    Records,
-    Stored,
-    Tokens,
-)
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import Group, LabelColumns, PackedBatch, Records, Tokens
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.tokenize import common_prefix
 from nemo_aligner.utils.errors import DataError

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from nemo_aligner.batch.packed import CacheUse
+from nemo_aligner.batch.cache_use import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.experts import routers
 from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
+from nemo_aligner.batch.cache_use import CacheUse
+from nemo_aligner.batch.packed import FixedSizes, PackedBatch
 from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128

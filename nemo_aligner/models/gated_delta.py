@@ -8,13 +8,14 @@ computed by matmuls, as in section 3.3 there; only the state passes from a chunk
 Every chunk begins at a multiple of 64 tokens from the start of its sequence, so a token's output
 does not depend on the other sequences of the pack. Sequences that share a prefix share the whole
 chunks of that prefix, so the chunks of a pack form a tree. The last tokens of a prefix, which fill
-no whole chunk, are computed again in a chunk of each sequence.
+no whole chunk, are computed again in a chunk of each sequence. A sequence that begins with a cached
+prefix has its first chunk behind that prefix, and begins with the state from the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.cache_use import NO_STATES, StateUse
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
-from nemo_aligner.utils.host_transfer import all_to_device
+from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 _EPSILON = 1e-6  # added to the squared L2 norm of queries and keys before the root
 
@@ -36,12 +38,18 @@ class Level(NamedTuple):
         start: number of the first chunk.
         end: number after the last chunk.
         parents: ``[end - start]`` int64, for each chunk the index in the previous level of the
-            chunk that precedes it in its sequence; empty in the first level.
+            chunk that precedes it in its sequence. In the first level it is empty; in a pack with
+            cached prefixes it has there 0 for a sequence without, and p + 1 for cached prefix p.
+        stored: ``[m]`` int64, the chunks of this level, counted from ``start``, behind which the
+            state is stored in the pool; None if there are none.
+        slots: ``[m]`` int64 slots of the pool to store these states in.
     """
 
     start: int
     end: int
     parents: Tensor
+    stored: Tensor | None = None
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +59,18 @@ class ChunkTree:
     Attributes:
         rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: the
             ``previous`` rows in front of the chunk, which the convolution needs, and the chunk's
-            own 64; -1 where the sequence has no row.
+            own 64; -1 where the sequence has no row. Rows from T on are those in front of the
+            pack: ``previous`` of each of the P cached prefixes.
         places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
+        taken: ``[P]`` int64 slots, in the pool, of the states behind the cached prefixes; None if
+            the pack has no cached prefix.
     """
 
     rows: Tensor
     places: Tensor
     levels: tuple[Level, ...]
+    taken: Tensor | None = None
 
     @classmethod
     def of(
@@ -67,13 +79,16 @@ class ChunkTree:
         prefixes: Sequence[int],
         previous: int,
         device: torch.device | str,
+        states: StateUse = NO_STATES,
     ) -> ChunkTree:
         """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
 
         Args:
             previous: how many rows in front of a chunk the convolution reads: its taps minus 1.
+            states: which states the pack reads from the pool, and which it stores there.
         """
-        parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous)
+        num_cached = len(states.taken)
+        parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous, num_cached)
         rows = np.stack([part for parts in parts_by_level for part in parts])
         places = np.zeros(sum(lengths), dtype=np.int64)
         of_chunks = rows[:, previous:].reshape(-1)
@@ -83,26 +98,47 @@ class ChunkTree:
         host = [rows, places, *(np.array(parents, np.int64) for parents in parents_by_level)]
         on_device, of_tokens, *parents = all_to_device(list(map(torch.from_numpy, host)), device)
         levels = map(Level, bounds[:-1], bounds[1:], parents)
-        return cls(on_device, of_tokens, tuple(levels))
+        tree = cls(on_device, of_tokens, tuple(levels))
+        return _with_states(tree, places, states, device)
+
+
+def _with_states(
+    tree: ChunkTree, places: np.ndarray, states: StateUse, device: torch.device | str
+) -> ChunkTree:
+    """Add to a tree which states are read and stored; ``places`` are its places on the host."""
+    levels = list(tree.levels)
+    chunks = places[list(states.stored)] // CHUNK_TOKENS
+    slots = np.array(states.slots, np.int64)
+    depths = np.searchsorted([level.end for level in levels], chunks, side="right")
+    for depth in set(depths.tolist()):
+        of_level = depths == depth
+        host = chunks[of_level] - levels[depth].start, slots[of_level]
+        stored, to_slots = all_to_device([*map(torch.from_numpy, host)], device)
+        levels[depth] = levels[depth]._replace(stored=stored, slots=to_slots)
+    taken = to_device(torch.tensor(states.taken), device) if states.taken else None
+    return replace(tree, levels=tuple(levels), taken=taken)
 
 
 def _list_chunks(
-    lengths: Sequence[int], prefixes: Sequence[int], previous: int
+    lengths: Sequence[int], prefixes: Sequence[int], previous: int, num_cached: int
 ) -> tuple[list[list[np.ndarray]], list[list[int]]]:
     """List the rows ``[previous + 64]`` of every chunk and its parent's index, level by level."""
     starts = [0, *accumulate(lengths)]
+    in_front = starts[-1] + np.arange(num_cached * previous).reshape(num_cached, previous)
     shared = set(prefixes)
     parts: list[list[np.ndarray]] = []
     parents: list[list[int]] = []
     places: dict[int, int] = {}  # maps the last row of a chunk to the chunk's index in its level
-    for segment, chain in enumerate(chains_of(prefixes, 0)):
-        if segment in shared:
+    for segment, chain in enumerate(chains_of(prefixes, num_cached)):
+        if segment + num_cached in shared:
             continue  # every prefix is a part of a sequence that ends with another segment
-        spans = [np.arange(starts[number], starts[number + 1]) for number in (*chain, segment)]
+        local = [*(number - num_cached for number in chain if number >= num_cached), segment]
+        spans = [np.arange(starts[number], starts[number + 1]) for number in local]
         count = sum(map(len, spans))
-        ends = np.full(previous, -1), np.full(-count % CHUNK_TOKENS, -1)
-        sequence = np.concatenate([ends[0], *spans, ends[1]])
-        parent = -1
+        cached = chain[0] if chain and chain[0] < num_cached else -1
+        first = in_front[cached] if cached >= 0 else np.full(previous, -1)
+        sequence = np.concatenate([first, *spans, np.full(-count % CHUNK_TOKENS, -1)])
+        parent = cached + 1
         for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
             # The last row identifies a chunk, because a row has one position, in one sequence or
             # in a prefix that several sequences share.
@@ -113,7 +149,7 @@ def _list_chunks(
             if last not in places:
                 places[last] = len(parts[level])
                 parts[level].append(sequence[start : start + previous + CHUNK_TOKENS])
-                if level:
+                if level or num_cached:
                     parents[level].append(parent)
             parent = places[last]
     return parts, parents

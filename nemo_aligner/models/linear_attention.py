@@ -18,9 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs, Level
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
+from nemo_aligner.models.state_pool import StatePool
 
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext
@@ -54,6 +55,7 @@ class GatedDeltaNet(MegatronModule):
         self,
         config: TransformerConfig,
         *,
+        layer_number: int,
         shape: LinearAttentionShape,
         linears: tuple[Any, Any],
         reads_rows: bool = False,
@@ -62,6 +64,7 @@ class GatedDeltaNet(MegatronModule):
         super().__init__(config)
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._shape, self._reads_rows = shape, reads_rows
+        self.layer_number = layer_number
         ranks = self._group.size()
         self._key_heads = shape.num_key_heads // ranks
         column, row = linears
@@ -129,7 +132,7 @@ class GatedDeltaNet(MegatronModule):
         tree = _tree_of(context)
         size = _CHUNKS_ON_CPU if mixed.is_cpu else _CHUNKS_ON_GPU
         outputs = []
-        states: Tensor | None = None
+        mixed, states = self._read_pool(mixed, context)
         for level in tree.levels:
             next_states = []
             for start in range(level.start, level.end, size):
@@ -144,7 +147,37 @@ class GatedDeltaNet(MegatronModule):
                 outputs.append(self._norm_and_gate(output, gates, mixed.dtype)[:count])
                 next_states.append(last[:count])
             states = torch.cat(next_states)
+            self._write_pool(level, states, mixed, context)
         return self._rows_of_pack(torch.cat(outputs), context)
+
+    def _read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
+        """Read from the prefix cache what the chunks behind the P cached prefixes begin with.
+
+        Returns:
+            ``mixed`` with ``P * previous`` more rows, those in front of the chunks, which have only
+            the convolution's inputs; and states ``[1 + P, h, r, k, v]``: zeros, then those behind
+            the cached prefixes. Without cached prefixes, ``mixed`` itself and None.
+        """
+        slots = _tree_of(context).taken
+        if slots is None:
+            return mixed, None
+        states, inputs = _pool_of(context).read(self.layer_number, slots)
+        missing = mixed.size(-1) // self._key_heads - inputs.size(-1)
+        rows = F.pad(inputs, (0, missing)).flatten(2).flatten(0, 1).unsqueeze(1)
+        return torch.cat([mixed, rows]), torch.cat([torch.zeros_like(states[:1]), states])
+
+    def _write_pool(
+        self, level: Level, states: Tensor, mixed: Tensor, context: PackContext
+    ) -> None:
+        """Store what the prefix cache keeps of ``states``, those behind the chunks of ``level``."""
+        if level.stored is None or level.slots is None:
+            return
+        rows = _tree_of(context).rows[level.start + level.stored, CHUNK_TOKENS:]
+        inputs = mixed[rows, 0].unflatten(-1, (self._key_heads, -1))
+        width = self._shape.conv_width // self._shape.num_key_heads
+        _pool_of(context).write(
+            self.layer_number, level.slots, states[level.stored], inputs[..., :width]
+        )
 
     def _inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
         """Compute the delta rule's inputs from ``chunks [n, previous + 64, projection]``.
@@ -219,6 +252,13 @@ def _tree_of(context: PackContext) -> ChunkTree:
     if context.chunks is None:
         raise ValueError("linear attention needs the chunks of its pack in the PackContext")
     return context.chunks
+
+
+def _pool_of(context: PackContext) -> StatePool:
+    pool = context.segments.pool
+    if pool is None or pool.states is None:
+        raise ValueError("a pack uses cached states, but got no pool that has states")
+    return pool.states
 
 
 def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:

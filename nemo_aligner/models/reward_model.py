@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_aligner.batch.cache_use import NO_STATES, StateUse
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import PointwiseChoice, Recompute
@@ -50,6 +51,7 @@ from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     learns,
 )
+from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.choice import choose_kernels
@@ -58,6 +60,7 @@ from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.state_pool import StatePool
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 
@@ -78,7 +81,7 @@ class GPTRewardModel(GPTModel):
     Attributes:
         length_dependent_rope: the method of ``ModelShape``, by which the packer tells which
             sequences may share a prefix.
-        has_states: some layers have linear attention, whose states the prefix cache cannot store.
+        has_states: some layers have linear attention, whose states the prefix cache stores, too.
         graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
@@ -245,7 +248,9 @@ class GPTRewardModel(GPTModel):
         chunks = None
         if self._linear_attention is not None:
             taps = self._linear_attention.conv_kernel - 1
-            chunks = ChunkTree.of(segments.lengths, segments.prefixes, taps, read_rows.device)
+            chunks = ChunkTree.of(
+                segments.lengths, segments.prefixes, taps, read_rows.device, _states_of(batch)
+            )
         return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
@@ -298,18 +303,31 @@ class GPTRewardModel(GPTModel):
             return ranks * gpu_products.row_multiple(count // ranks, self.smallest_chunk)
         return ranks * row_multiple(count // ranks)
 
-    def new_key_value_pool(self, slots: int) -> KeyValuePool:
-        """Allocate a pool for this rank's layers and query groups, in the model's dtype."""
+    def new_key_value_pool(self, slots: int, states: int = 0) -> KeyValuePool:
+        """Allocate a pool for this rank's layers and heads, in the model's dtype.
+
+        Args:
+            slots: number of tokens whose keys and values fit.
+            states: number of snapshots of linear attention's states that fit.
+        """
         layers = [module for module in self.modules() if isinstance(module, PackedAttention)]
-        config = self.config
-        return KeyValuePool(
+        config, tp = self.config, self.config.tensor_model_parallel_size
+        kind = {"dtype": config.params_dtype, "device": next(self.parameters()).device}
+        pool = KeyValuePool(
             [layer.layer_number for layer in layers],
             slots,
-            config.num_query_groups // config.tensor_model_parallel_size,
+            config.num_query_groups // tp,
             config.kv_channels,
-            config.params_dtype,
-            next(self.parameters()).device,
+            **kind,
         )
+        if self._linear_attention is not None:
+            numbers = [
+                module.layer_number
+                for module in self.modules()
+                if isinstance(module, GatedDeltaNet)
+            ]
+            pool.states = StatePool(numbers, states, self._linear_attention, tp, **kind)
+        return pool
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
         """Return which RoPE every token has; None if all have the RoPE of short sequences."""
@@ -344,6 +362,23 @@ class GPTRewardModel(GPTModel):
     ) -> dict[str, Any]:
         # Skip LanguageModule's sharded_state_dict, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def _states_of(batch: PackedBatch) -> StateUse:
+    """Return which cached states a pack reads and stores.
+
+    Raises:
+        ValueError: a cached prefix has no state, without which linear attention cannot go on.
+    """
+    if batch.cached is None:
+        return NO_STATES
+    states, prefixes = batch.cached.states, len(batch.cached.lengths)
+    if len(states.taken) != prefixes:
+        raise ValueError(
+            f"a pack has {prefixes} cached prefixes and {len(states.taken)} cached states. Linear "
+            "attention needs a state behind each prefix: pass CachedPrefix.state."
+        )
+    return states
 
 
 def build_reward_model(

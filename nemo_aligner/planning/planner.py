@@ -13,6 +13,7 @@ from itertools import product
 from math import gcd
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape
@@ -375,6 +376,18 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
         "memory, "
         f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
         f"{request.inter_node:g} GB/s beyond\n"
+        f"{_describe_snapshots(shape, planner.precision)}"
+    )
+
+
+def _describe_snapshots(shape: ModelShape, precision: Precision) -> str:
+    """Describe the memory of a server's cached states; empty for a model without them."""
+    size = shape.snapshot_bytes(ELEMENT_BYTES[precision])
+    if not size:
+        return ""
+    return (
+        f"A server's prefix cache: {size / 1e6:,.1f} MB for each of server.prefix_cache_states, "
+        "split over the tensor and pipeline parallel ranks\n"
     )
 
 

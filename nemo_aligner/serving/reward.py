@@ -236,7 +236,11 @@ class LocalService(ScoringService):
             ]
         if self._scorer.prefix_cache_bytes:
             tokens, size = self._config.prefix_cache_tokens, self._scorer.prefix_cache_bytes / 2**20
-            lines.append(f"Prefix cache: {tokens:,} tokens, {size:,.0f} MiB on each rank")
+            states = self._scorer.num_cached_states
+            of_states = f" and {states:,} states of linear attention" if states else ""
+            lines.append(
+                f"Prefix cache: {tokens:,} tokens{of_states}, {size:,.0f} MiB on each rank"
+            )
         return lines
 
     def report(self) -> str | None:

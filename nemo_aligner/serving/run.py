@@ -88,6 +88,7 @@ def _load_model(
         cuda_graphs=config.model.cuda_graphs,
         pointwise_kernels=config.model.pointwise_kernels,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
+        prefix_cache_states=config.server.prefix_cache_states,
         **kinds,
     )
     try:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
 from nemo_aligner.batch.outputs import OutputColumns
-from nemo_aligner.batch.packed import (
-    CachedPrefix,
-    Group,
-    LabelColumns,
-    PackedBatch,
-    Records,
-    Stored,
-)
+from nemo_aligner.batch.packed import Group, LabelColumns, PackedBatch, Records
 from nemo_aligner.batch.pairs import PairRows
 
 

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import (
-    CachedPrefix,
-    LabelColumns,
-    PackedBatch,
-    Records,
-)
+from nemo_aligner.batch.cache_use import CachedPrefix
+from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset, last_places
 from nemo_aligner.data.packing import (

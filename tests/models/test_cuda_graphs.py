@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes, round_up_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.cache_use import StateUse
 from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
@@ -36,6 +37,27 @@ def test_chunk_tree_has_each_whole_chunk_of_a_prefix_once() -> None:
     assert {*first[62:], *second[53:]} == {-1}
     assert tree.rows[0, :BEFORE].tolist() == [-1] * BEFORE
     assert tree.rows[2, :BEFORE].tolist() == [61, 62, 63]
+
+
+def test_chunk_tree_begins_behind_cached_prefixes() -> None:
+    """One sequence without a cached prefix, and two with one, of which one has more segments."""
+    lengths, prefixes = (70, 100, 30, 40), (-1, 1, 3, 0)
+    states = StateUse(taken=(5, 8), stored=(63, 133, 197), slots=(1, 2, 3))
+    tree = ChunkTree.of(lengths, prefixes, BEFORE, "cpu", states)
+    assert tree.taken is not None
+    assert tree.taken.tolist() == [5, 8]
+    assert [level.end - level.start for level in tree.levels] == [3, 2, 1]
+    assert tree.levels[0].parents.tolist() == [0, 2, 1]
+    assert tree.levels[1].parents.tolist() == [0, 1]
+    # Rows in front of the first chunks: none, and those of the second and the first prefix.
+    rows, behind = tree.rows[:, :BEFORE].tolist(), sum(lengths)
+    assert rows[0] == [-1] * BEFORE
+    assert rows[1] == [behind + 3, behind + 4, behind + 5]
+    assert rows[2] == [behind, behind + 1, behind + 2]
+    assert rows[4] == [131, 132, 133]
+    stored = [(level.stored, level.slots) for level in tree.levels]
+    found = [[each if each is None else each.tolist() for each in pair] for pair in stored]
+    assert found == [[[0, 1], [1, 2]], [[1], [3]], [None, None]]
 
 
 def test_gated_delta_rule_is_its_recurrence() -> None:

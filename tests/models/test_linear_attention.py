@@ -20,7 +20,6 @@ from nemo_aligner.models.backbone import transformer_config
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import infer
-from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.checkpoint.hf.exporting import edit_tensors
 from tests.harness import families
@@ -83,22 +82,6 @@ def test_linear_attention_that_is_recomputed_trains_alike(
     path = families.write_base_nemo(tmp_path / "base.nemo", "qwen3_5")
     kept, recomputed = (layouts.step(path, layout, kind) for kind in (Recompute.none, recompute))
     assert recomputed == {key: pytest.approx(kept[key], rel=1e-6) for key in kept}
-
-
-def test_linear_attention_has_no_prefix_cache(
-    layout: ParallelLayout, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    families.write_reward_model(tmp_path / "hf", "qwen3_5", torch.float32)
-    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
-    scorer = load_scorer(
-        tmp_path / "rm.nemo", layout, micro_batch_tokens=1024, prefix_cache_tokens=4096
-    )
-    assert scorer.prefix_cache_bytes == 0
-    assert "the prefix cache is off" in caplog.text
-    samples = [[*range(3, 103), last] for last in (5, 6)]
-    first, again = scorer.score_token_lists(samples), scorer.score_token_lists(samples)
-    assert (first == again).all()
-    assert scorer.counts.cached == 0
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])

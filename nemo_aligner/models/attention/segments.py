@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nemo_aligner.batch.cache_use import CacheUse
 from nemo_aligner.batch.context import ContextShare
-from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
+from nemo_aligner.batch.packed import FixedSizes, PackedBatch
 from nemo_aligner.models.internals import saved_tensor_hooks
+from nemo_aligner.models.state_pool import StatePool
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 if TYPE_CHECKING:
@@ -376,7 +378,12 @@ class KeyValuePool:
 
     It is allocated once. Keys are stored after RoPE. The prefix cache keeps track of which slot
     holds which token.
+
+    Attributes:
+        states: the pool of the layers with linear attention; None for a model without.
     """
+
+    states: StatePool | None = None
 
     def __init__(
         self,
@@ -394,12 +401,15 @@ class KeyValuePool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._layers.values())
+        of_states = 0 if self.states is None else self.states.num_bytes
+        return of_states + sum(layer.nbytes for layer in self._layers.values())
 
     def touch(self) -> None:
         """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
         for layer in self._layers.values():
             layer.zero_()
+        if self.states is not None:
+            self.states.touch()
 
     def layer(self, number: int) -> Tensor:
         """Return a layer's keys and values in all slots, ``[2, slots, groups, c]``."""

@@ -310,6 +310,14 @@ class ModelShape:
             moe_layer_freq=None,
         )
 
+    def snapshot_bytes(self, element_bytes: int) -> int:
+        """Count the bytes of a snapshot in a server's prefix cache, over all ranks of a model.
+
+        It has the states of all layers with linear attention; 0 for a model without.
+        """
+        shapes = (self.of_layer(number + 1).linear_attention for number in range(self.num_layers))
+        return sum(shape.snapshot_bytes(element_bytes) for shape in shapes if shape is not None)
+
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
 

@@ -65,6 +65,15 @@ class LinearAttentionShape:
         """
         return self.conv_width + self.value_width + 2 * self.num_value_heads
 
+    def snapshot_bytes(self, element_bytes: int) -> int:
+        """Count a layer's bytes in a snapshot of the prefix cache, over all tensor parallel ranks.
+
+        These are the fp32 states of its value heads, and the inputs of the convolution at the last
+        tokens, in elements of ``element_bytes`` bytes.
+        """
+        states = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return 4 * states + element_bytes * (self.conv_kernel - 1) * self.conv_width
+
     def check_fits(self, tp: int) -> None:
         """Check that tensor parallelism splits the key heads evenly.
 

@@ -4,6 +4,13 @@ Keys and values are cached in blocks of 16 tokens. A block is identified by its 
 its own token ids. The ids themselves are compared, so no hash collision can change a score. The
 least recently used blocks are evicted first. Of one sequence, the last block is evicted first.
 
+A layer with linear attention has no keys and values but a state, which is as large as those of many
+tokens. So states are cached only behind chunks of 64 tokens where a sample ended or where samples
+branched: "snapshots". A model with such layers continues a sample from the last snapshot in its
+cached blocks, and computes the blocks behind the snapshot again. Snapshots have their own capacity;
+the least recently used ones are evicted first. The first use of a snapshot where a sample ended
+does not count, because it is mostly the next turn of a dialogue, which leaves its own snapshot.
+
 If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
 too, so that the next turn of a dialogue costs only its own tokens.
 
@@ -20,7 +27,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import BLOCK_TOKENS
 from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import (
@@ -31,9 +39,12 @@ from nemo_aligner.data.packing import (
     uniform_rope,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
-_BLOCK_BYTES = BLOCK_TOKENS * 4  # bytes of a block's token ids as int32
-_NONE = -1  # a block id that means "no block"
+_TOKEN_BYTES = 4  # bytes of a token id as int32
+_BLOCK_BYTES = BLOCK_TOKENS * _TOKEN_BYTES
+_CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+_NONE = -1  # the id that stands for no block
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,18 @@ class BlockTable:
         first_new: index in the sequence of the first block that it computes and caches.
         new: blocks that the sequence computes and caches, from ``first_new`` on.
         path: all blocks of the sequence. Blocks between ``cached`` and ``new`` are computed by
-            another sequence of the same call.
+            another sequence of the same call, or are cached but have no snapshot behind them.
+        state: slot of the snapshot behind ``cached``; None in a model without linear attention.
+        new_states: ``(tokens, slot)`` of each snapshot that the sequence computes and caches,
+            behind its first ``tokens`` tokens.
     """
 
     cached: tuple[int, ...]
     first_new: int
     new: tuple[int, ...]
     path: tuple[int, ...] = ()
+    state: int | None = None
+    new_states: tuple[tuple[int, int], ...] = ()
 
 
 def _root_of(rotation: int) -> int:
@@ -69,10 +85,14 @@ def as_key(tokens: np.ndarray) -> bytes:
 
 
 class BlockManager:
-    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks."""
+    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks.
 
-    def __init__(self, capacity: int) -> None:
+    ``states`` is the number of snapshots in the pool; None for a model without linear attention.
+    """
+
+    def __init__(self, capacity: int, states: int | None = None) -> None:
         self._capacity = capacity
+        self._state_capacity = states
         self.clear()
 
     def clear(self) -> None:
@@ -84,17 +104,33 @@ class BlockManager:
         # block -> position in the block -> outputs of the head at that token
         self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
+        # the block in front of a snapshot -> the snapshot's slot, the least recently used first
+        self._states: OrderedDict[int, int] = OrderedDict()
+        self._free_states = list(range((self._state_capacity or 0) - 1, -1, -1))
+        # blocks in front of snapshots behind which samples branched
+        self._branches: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
-        """Find the cached blocks at the beginning of a sequence.
+        """Find the cached blocks at the beginning of a sequence, which it need not compute.
 
         The block with the last token is not included, because the last token is always computed.
         The blocks end before the first position of ``reads`` whose outputs are not cached.
-        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks.
+        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks. In a model with
+        linear attention, the blocks end at a snapshot.
         """
+        return self._until_state(self._match(key, reads, rotation))
+
+    def _until_state(self, cached: tuple[int, ...]) -> tuple[int, ...]:
+        if self._state_capacity is None:
+            return cached
+        ends = range(len(cached) // _CHUNK_BLOCKS * _CHUNK_BLOCKS, 0, -_CHUNK_BLOCKS)
+        return cached[: next((end for end in ends if cached[end - 1] in self._states), 0)]
+
+    def _match(self, key: bytes, reads: Sequence[int], rotation: int) -> tuple[int, ...]:
+        """Find what ``find`` finds, but whether or not there is a snapshot."""
         cached: list[int] = []
         block = _root_of(rotation)
         positions: dict[int, list[int]] = {}
@@ -151,9 +187,10 @@ class BlockManager:
         """
         reads = [()] * len(keys) if reads is None else reads
         rotations = [0] * len(keys) if rotations is None else rotations
-        cached = [self.find(*args) for args in zip(keys, reads, rotations, strict=True)]
-        paths = [list(blocks) for blocks in cached]
-        pinned = {block for blocks in cached for block in blocks}
+        matched = [self._match(*args) for args in zip(keys, reads, rotations, strict=True)]
+        cached = [self._until_state(blocks) for blocks in matched]
+        paths = [list(blocks) for blocks in matched]
+        pinned = {block for blocks in matched for block in blocks}
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned, rotations)
@@ -162,10 +199,90 @@ class BlockManager:
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
+        states = self._place_states(keys, cached, paths, new)
         return [
-            BlockTable(blocks, min(added, default=0), tuple(added.values()), tuple(path))
-            for blocks, added, path in zip(cached, new, paths, strict=True)
+            BlockTable(
+                blocks,
+                min(added, default=0),
+                tuple(added.values()),
+                tuple(path),
+                self._states[blocks[-1]] if blocks and self._state_capacity is not None else None,
+                tuple(placed),
+            )
+            for blocks, added, path, placed in zip(cached, new, paths, states, strict=True)
         ]
+
+    def _place_states(
+        self,
+        keys: Sequence[bytes],
+        cached: Sequence[tuple[int, ...]],
+        paths: Sequence[Sequence[int]],
+        new: Sequence[Mapping[int, int]],
+    ) -> list[list[tuple[int, int]]]:
+        """Place a snapshot where each sequence leaves a path of others, and where it ends.
+
+        A snapshot is behind the last whole chunk there. It is on the sequence's path and behind
+        the sequence's cached blocks, so that the sequence computes it. Branches are placed first:
+        if there is too little room for all, they are more probably read again.
+
+        Args:
+            keys, cached, paths, new: for each sequence its token ids, what ``_until_state`` and
+                ``_extend`` return, and its path.
+
+        Returns:
+            For each sequence ``BlockTable.new_states``.
+        """
+        placed: list[list[tuple[int, int]]] = [[] for _ in keys]
+        if self._state_capacity is None:
+            return placed
+        used = [blocks[-1] for blocks in cached if blocks]
+        for block in used:
+            if block in self._branches:
+                self._states.move_to_end(block)
+            self._branches.add(block)
+        pinned = set(used)
+        branches = [[min(added, default=0) // _CHUNK_BLOCKS] for added in new]
+        # A sample's last chunk may end with the sample. Then the same sample, scored again, needs
+        # the snapshot in front of that chunk, and a longer sample the one behind it.
+        lengths = [len(key) // _TOKEN_BYTES for key in keys]
+        ends = [[(length - 1) // CHUNK_TOKENS, length // CHUNK_TOKENS] for length in lengths]
+        for is_branch, chunks_of in ((True, branches), (False, ends)):
+            for index, (chunks, path) in enumerate(zip(chunks_of, paths, strict=True)):
+                for chunk in chunks:
+                    end = chunk * _CHUNK_BLOCKS
+                    if not len(cached[index]) < end <= len(path):
+                        continue
+                    block = path[end - 1]
+                    if is_branch:
+                        self._branches.add(block)
+                    slot = self._place_state(block, pinned)
+                    if slot is not None:
+                        placed[index].append((chunk * CHUNK_TOKENS, slot))
+        return placed
+
+    def _place_state(self, block: int, pinned: set[int]) -> int | None:
+        """Place the snapshot behind ``block``, evicting the least recently used one if necessary.
+
+        Returns:
+            Its slot; None if there is a snapshot already, or if the call uses all slots: those of
+            the snapshots behind ``pinned``.
+        """
+        if block in self._states:
+            return None
+        if not self._free_states:
+            oldest = next((block for block in self._states if block not in pinned), None)
+            if oldest is None:
+                return None
+            self._evict_state(oldest)
+        slot = self._states[block] = self._free_states.pop()
+        pinned.add(block)
+        return slot
+
+    def _evict_state(self, block: int) -> None:
+        """Evict the snapshot behind ``block``, if there is one."""
+        if block in self._states:
+            self._free_states.append(self._states.pop(block))
+        self._branches.discard(block)
 
     def _extend(
         self,
@@ -223,6 +340,7 @@ class BlockManager:
                 return None
             del self._blocks[self._keys.pop(block)]
             self._outputs.pop(block, None)
+            self._evict_state(block)
         self._blocks[key] = block
         self._keys[block] = key
         return block
@@ -255,6 +373,8 @@ class PrefixCache:
     Attributes:
         slots: size of each replica's pool in tokens: ``tokens``, rounded down to whole blocks.
 
+    ``states`` is the number of snapshots in each pool; None for a model without linear attention.
+
     A model with a ``reply_marker`` (token ids at which a reply begins) reads the hidden states of
     the whole reply, so nothing from the marker on is cached. Sequences share blocks only if they
     have the same ``length_dependent_rope`` (see ``ModelShape``).
@@ -267,9 +387,10 @@ class PrefixCache:
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
         length_dependent_rope: Callable[[int], int] = uniform_rope,
+        states: int | None = None,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
-        self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
+        self._managers = [BlockManager(blocks, states) for _ in range(layout.dp)]
         self._computed_tokens = [0] * layout.dp
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
@@ -409,12 +530,14 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
 
 def _cached_prefixes(tables: Sequence[BlockTable]) -> list[CachedPrefix | None]:
     """Return the cached prefix of each sequence; sequences with equal prefixes share an object."""
-    distinct = dict.fromkeys(table.cached for table in tables if table.cached)
-    prefixes = {blocks: CachedPrefix(_slots_of(blocks)) for blocks in distinct}
+    distinct = {table.cached: table.state for table in tables if table.cached}
+    prefixes = {
+        blocks: CachedPrefix(_slots_of(blocks), state) for blocks, state in distinct.items()
+    }
     return [prefixes.get(table.cached) for table in tables]
 
 
 def _stored_of(table: BlockTable) -> Stored | None:
-    if not table.new:
+    if not table.new and not table.new_states:
         return None
-    return Stored(table.first_new * BLOCK_TOKENS, _slots_of(table.new))
+    return Stored(table.first_new * BLOCK_TOKENS, _slots_of(table.new), table.new_states)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import PREFIX_CACHE_STATES, Precision
 from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
@@ -38,6 +38,7 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.cpu.products import use_huge_pages
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.attention.segments import KeyValuePool
 from nemo_aligner.models.batch_invariance import (
     freeze_for_scoring,
     make_batch_invariant,
@@ -86,10 +87,10 @@ class RewardScorer:
     rewards. Packs are split over the data parallel ranks.
 
     With a prefix cache, each data parallel replica keeps the keys and values of the
-    ``prefix_cache_tokens`` tokens that were used last; models with linear attention have no prefix
-    cache. For a sample with a cached prefix, only the
-    tokens after it are computed. After a call that failed on any rank, every rank must call
-    ``reset_cache``.
+    ``prefix_cache_tokens`` tokens that were used last. For a sample with a cached prefix, only the
+    tokens after it are computed. A model with linear attention also needs one of the
+    ``prefix_cache_states`` snapshots of its states (``prefix_cache.py``). After a call that failed
+    on any rank, every rank must call ``reset_cache``.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class RewardScorer:
         watch: Watch = unwatched,
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
+        prefix_cache_states: int = PREFIX_CACHE_STATES,
     ) -> None:
         """Store a loaded model with what scoring needs; nothing is computed yet.
 
@@ -114,6 +116,8 @@ class RewardScorer:
             watch: called with the number of scored samples and their total.
             prefix_cache_tokens: size of the prefix cache; 0 for none.
             fingerprint: fingerprint of the weights; None if unknown.
+            prefix_cache_states: snapshots in the prefix cache of a model with linear attention; 0
+                for no prefix cache.
 
         Raises:
             ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
@@ -134,18 +138,27 @@ class RewardScorer:
         self.contract = contract
         self.fingerprint = fingerprint
         self.counts = TokenCounts()
-        if prefix_cache_tokens and model.has_states:
-            prefix_cache_tokens = 0
+        self._cache, self._pool = self._new_cache(prefix_cache_tokens, prefix_cache_states)
+
+    def _new_cache(self, tokens: int, states: int) -> tuple[PrefixCache, KeyValuePool | None]:
+        """Create the prefix cache and its pool; there is no pool if the cache has no room."""
+        model, has_states = self.model, self.model.has_states
+        if tokens and has_states and states == 0:
+            tokens = 0
             if is_main():
                 logger.warning(
-                    "the prefix cache is off: it does not store the states of this model's linear "
-                    "attention"
+                    "the prefix cache is off: this model has linear attention, and "
+                    "prefix_cache_states=0 leaves no room for its states"
                 )
-        marker = contract.reply_marker
-        self._cache = PrefixCache(
-            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.length_dependent_rope
+        cache = PrefixCache(
+            tokens,
+            self._layout,
+            self._micro_batch_tokens,
+            self.contract.reply_marker,
+            model.length_dependent_rope,
+            states if has_states else None,
         )
-        self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
+        return cache, model.new_key_value_pool(cache.slots, states) if cache.slots else None
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -161,6 +174,12 @@ class RewardScorer:
     def prefix_cache_bytes(self) -> int:
         """Bytes that the prefix cache takes on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
+
+    @property
+    def num_cached_states(self) -> int:
+        """Snapshots that the prefix cache has room for; 0 in a model without linear attention."""
+        states = None if self._pool is None else self._pool.states
+        return 0 if states is None else states.slots
 
     def warm_up(self) -> None:
         """Run a first forward pass, which is slow, before a sample has to wait for it; collective.
@@ -342,6 +361,7 @@ def load_scorer(
     pointwise_kernels: PointwiseChoice | None = None,
     can_offload: bool = False,
     cuda_graphs: bool = False,
+    prefix_cache_states: int = PREFIX_CACHE_STATES,
 ) -> RewardScorer:
     """Load a reward model's ``.nemo`` on this rank's device as a scorer; collective.
 
@@ -358,6 +378,7 @@ def load_scorer(
         can_offload: whether an OffloadGroup moves the weights. They then keep torch's memory
             layout, which is slower on a CPU.
         cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
+        prefix_cache_states: see ``RewardScorer``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -382,6 +403,7 @@ def load_scorer(
         watch,
         prefix_cache_tokens,
         loaded.fingerprint,
+        prefix_cache_states,
     )
 
 
@@ -435,6 +457,11 @@ class RewardEnsemble:
     def prefix_cache_bytes(self) -> int:
         """Bytes that the prefix caches take on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
+
+    @property
+    def num_cached_states(self) -> int:
+        """Snapshots that the prefix caches have room for, of all models."""
+        return sum(member.num_cached_states for member in self._members)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Score samples and all their steps in one forward pass; return rewards and rejections."""

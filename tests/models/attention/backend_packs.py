@@ -10,7 +10,8 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
+from nemo_aligner.batch.cache_use import CachedPrefix
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.models.attention.backends import RING, Backend, Case, Heads
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from tests.models.attention.rings import attend_in_ring

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.models.attention.backends import BACKENDS, C_FILE, Backend, Case, Heads
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from tests.models.attention.backend_packs import LAYER, at, draw_tables, rows_of

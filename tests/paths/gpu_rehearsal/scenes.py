@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records, Stored
+from nemo_aligner.batch.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config

@@ -32,11 +32,13 @@ def layout(dp: int = 1, dp_rank: int = 0) -> ParallelLayout:
 def test_prefix_index_has_a_block_in_one_place_and_after_the_one_that_it_follows() -> None:
     for capacity in (1, 2, 5, 20, 1000):
         put_under(traffic(random.Random(capacity), 60), capacity)
+        put_under(traffic(random.Random(capacity), 60), capacity, states=3)
 
 
-def put_under(calls: list[list[list[int]]], capacity: int) -> None:
+def put_under(calls: list[list[list[int]]], capacity: int, states: int | None = None) -> None:
     """Check the rules of an index of ``capacity`` blocks in every call."""
-    index, blocks_of = BlockManager(capacity), {}  # what a pool would hold in each block
+    index, blocks_of = BlockManager(capacity, states), {}  # what a pool would hold in each block
+    snapshots: dict[int, list[int]] = {}  # and in each slot of a snapshot
     for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
@@ -52,6 +54,18 @@ def put_under(calls: list[list[list[int]]], capacity: int) -> None:
                 assert (number + 1) * BLOCK_TOKENS <= len(text)
                 assert block not in written  # by another sequence of this call
                 written.add(block)
+        new_states = {slot for use in uses for _, slot in use.new_states}
+        assert len(new_states) == sum(len(use.new_states) for use in uses)
+        assert not new_states & {use.state for use in uses}
+        for text, use in zip(call, uses, strict=True):
+            assert (use.state is None) == (not use.cached or states is None)
+            assert use.state is None or snapshots[use.state] == text[: 16 * len(use.cached)]
+            for tokens, slot in use.new_states:
+                assert 16 * len(use.cached) < tokens <= len(text)
+                assert tokens % 64 == 0
+                snapshots[slot] = text[:tokens]
+        slots = [*index._states.values(), *index._free_states]
+        assert sorted(slots) == list(range(states or 0))
         # The call overwrites nothing that it reads.
         assert not written & {block for use in uses for block in use.cached}
         for text, use in zip(call, uses, strict=True):
@@ -74,6 +88,59 @@ def check(index: BlockManager, capacity: int, blocks_of: dict[int, list[int]]) -
         assert parent == -1 or age[parent] > age[block]
     texts = [tuple(blocks_of[block]) for block in order]
     assert len(set(texts)) == len(texts)
+
+
+def test_prefix_index_has_a_snapshot_where_sequences_end_and_branch() -> None:
+    index = BlockManager(100, states=3)
+    prompt, random_tokens = [1] * 130, [[2, *range(100)], [3, *range(100)], [4] * 20]
+    (first,) = index.allocate([key(prompt + random_tokens[0])])
+    assert [tokens for tokens, _ in first.new_states] == [192]
+    assert (first.state, index.find(key(prompt + [9] * 70))) == (None, ())
+    (second,) = index.allocate([key(prompt + random_tokens[1])])
+    # The blocks of the prompt are there, but no snapshot: it is computed again, up to the branch.
+    assert (second.cached, second.first_new) == ((), 8)
+    assert [tokens for tokens, _ in second.new_states] == [128, 192]
+    (third,) = index.allocate([key(prompt + random_tokens[2])])
+    assert (len(third.cached), third.new_states) == (8, ())
+    assert third.state == dict(second.new_states)[128]
+    assert len(index.find(key([*prompt, *random_tokens[0], 5]))) == 12
+    # Another sequence takes the slot of the least recently used snapshot, that of the first one.
+    (other,) = index.allocate([key([7] * 70)])
+    assert other.new_states == ((64, first.new_states[0][1]),)
+    assert len(index.find(key([*prompt, *random_tokens[0], 5]))) == 8
+    # A snapshot goes with its block.
+    (longest,) = index.allocate([key([8] * 1600)])
+    assert [tokens for tokens, _ in longest.new_states] == [1536, 1600]
+    assert (len(index), len(index._states)) == (100, 2)
+    assert [len(index.find(key([8] * count))) for count in (1600, 1601)] == [96, 100]
+
+
+def test_prefix_index_branches_come_before_ends() -> None:
+    index = BlockManager(100, states=2)
+    uses = index.allocate([key([1] * 64 + [number] * 70) for number in range(2, 5)])
+    assert [[tokens for tokens, _ in use.new_states] for use in uses] == [[128], [64], []]
+    # The call uses both snapshots that there are, so it places none.
+    longer = [[1] * 64 + [2] * 70 + [5] * 64, [1] * 64 + [6] * 70]
+    again = index.allocate([key(text) for text in longer])
+    assert [(len(use.cached), use.new_states) for use in again] == [(8, ()), (4, ())]
+    index.clear()
+    assert index.find(key(longer[0])) == ()
+
+
+def test_prefix_index_needs_one_snapshot_for_each_dialogue_and_one_more() -> None:
+    """The snapshot of a turn goes before those of other dialogues as soon as it is continued."""
+    index, rng = BlockManager(1000, states=5), random.Random(0)
+    dialogues = [draw(rng, 70) for _ in range(4)]
+    for turn in range(6):
+        for number, text in enumerate(dialogues):
+            (use,) = index.allocate([key(text)])
+            assert len(use.cached) == (4 * ((len(text) - 70) // 64) if turn else 0)
+            dialogues[number] = text + draw(rng, 70)
+    # A prompt that is used again and again stays.
+    index, prompt = BlockManager(1000, states=3), [1] * 64
+    for _ in range(6):
+        uses = index.allocate([key(prompt + draw(rng, 70)) for _ in range(2)])
+    assert [len(use.cached) for use in uses] == [4, 4]
 
 
 def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:

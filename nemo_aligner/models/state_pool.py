@@ -1,0 +1,65 @@
+"""StatePool: states of linear attention that outlive their pack, for prefixes of later packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+
+
+class StatePool:
+    """A snapshot in each of ``slots`` slots, for every linear attention layer of this rank.
+
+    A snapshot is what a layer needs to continue a sequence behind a chunk: the states of its value
+    heads, and the inputs of the convolution at the last tokens. The layer has h key heads on this
+    rank, each with r value heads. The pool is allocated once. The prefix cache keeps track of which
+    slot has the snapshot behind which prefix.
+    """
+
+    def __init__(
+        self,
+        layer_numbers: Sequence[int],
+        slots: int,
+        shape: LinearAttentionShape,
+        tp: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        heads, repeats = shape.num_key_heads // tp, shape.values_per_key
+        states = (slots, heads, repeats, shape.key_head_dim, shape.value_head_dim)
+        inputs = (slots, shape.conv_kernel - 1, heads, shape.conv_width // shape.num_key_heads)
+        self.slots = slots
+        self._states = {
+            number: torch.empty(states, dtype=torch.float32, device=device)
+            for number in layer_numbers
+        }
+        self._inputs = {
+            number: torch.empty(inputs, dtype=dtype, device=device) for number in layer_numbers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (*self._states.values(), *self._inputs.values())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def touch(self) -> None:
+        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
+        for tensor in (*self._states.values(), *self._inputs.values()):
+            tensor.zero_()
+
+    def read(self, number: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read the snapshots in ``slots [n]`` int64 of layer ``number``.
+
+        Returns:
+            States ``[n, h, r, k, v]`` fp32, and inputs of the convolution ``[n, taps - 1, h, c]``
+            in the model's dtype.
+        """
+        return self._states[number][slots], self._inputs[number][slots]
+
+    def write(self, number: int, slots: Tensor, states: Tensor, inputs: Tensor) -> None:
+        """Store in ``slots [n]`` int64 of layer ``number`` what ``read`` returns from there."""
+        self._states[number][slots] = states
+        self._inputs[number][slots] = inputs
