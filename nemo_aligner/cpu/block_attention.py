@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
-from nemo_aligner.utils.soft_cap import soft_capped_attention
+from nemo_aligner.utils.explicit_scores import explicit_attention
 
 # torch uses one thread for up to this many elements (at::internal::GRAIN_SIZE). With more threads,
 # each thread computes its last elements, if they do not fill a vector, by a different exponential.
@@ -44,6 +44,7 @@ def attend_in_blocks(
     plan: BlockPlan,
     scale: float | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend each token of a pack causally to its own sequence.
 
@@ -54,6 +55,7 @@ def attend_in_blocks(
         plan: the pack's plan for layers with these heads and this window.
         scale: factor of the scores; None is ``c ** -0.5``.
         soft_cap: limit of the scores (Gemma 2); None is no limit.
+        sinks: logits ``[heads]`` of attention sinks; None if there are none.
 
     Returns:
         ``[T, heads, c]`` in the dtype of ``joined``.
@@ -64,6 +66,8 @@ def attend_in_blocks(
     queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
+    joins_sinks = sinks is not None and soft_cap is None  # else the scores include the sinks
+    of_rows = None if sinks is None else sinks.view(groups, -1).repeat_interleave(BLOCK, dim=1)
     complete: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []
     first = 0
@@ -71,12 +75,12 @@ def attend_in_blocks(
         for part in step.parts(key, value, precise):
             last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
-            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap)
+            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap, of_rows)
             # The kernel returns a view of memory in the order [n, rows, groups, c].
             rows = output.transpose(1, 2).reshape(-1, channels)
-            if part.is_first and part.is_last:
+            if part.is_first and part.is_last and not joins_sinks:
                 complete.append(rows)
-            elif part.is_last:
+            elif part.is_last and not part.is_first:
                 ends.append((rows, lse.transpose(1, 2).flatten()))
             else:
                 put = outputs.put if part.is_first else outputs.add
@@ -86,6 +90,12 @@ def attend_in_blocks(
         outputs.out.index_copy_(0, plan.complete, _join(complete))
     if ends:
         outputs.add(plan.ends, *(_join(pieces) for pieces in zip(*ends, strict=True)))
+    if joins_sinks:
+        # A sink is one more key, with a value of zeros. Rows are added in whole blocks, so torch
+        # computes each by the same exponential in every pack.
+        targets = torch.cat([plan.complete, plan.ends])
+        zeros = outputs.out.new_zeros(1, 1).expand(len(targets), channels)
+        outputs.add(targets, zeros, sinks.to(precise)[targets % heads])
     return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
 
 
@@ -94,9 +104,17 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _attend_part(
-    query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
+    query: Tensor,
+    part: Part,
+    mask: Tensor | None,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend ``query [n, groups, rows, c]`` to a part; return the output and log-sum-exp."""
+    """Attend ``query [n, groups, rows, c]`` to a part; return the output and log-sum-exp.
+
+    Only with a soft cap the output includes the sinks, ``[groups, rows]`` or None.
+    """
     keys, values = part.keys, part.values
     if soft_cap is None:
         output: tuple[Tensor, Tensor] = cpu_flash_attention(
@@ -104,10 +122,11 @@ def _attend_part(
         )
         return output
     assert mask is not None
+    sinks = None if sinks is None else sinks[:, None, :, None]
     # Compute one block at a time, so that the batch size does not select a kernel.
     blocks = zip(query.split(1), keys.split(1), values.split(1), strict=True)
     capped = torch.cat(
-        [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
+        [explicit_attention(*block, mask == 0, scale, soft_cap, sinks) for block in blocks]
     )
     # no log-sum-exp is needed: a soft-capped block has one part
     return capped, capped.new_zeros(capped.shape[:-1])

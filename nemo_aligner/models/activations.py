@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.cpu import kernels
@@ -12,9 +14,11 @@ from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
     gated_silu,
+    quick_gated_gelu,
     squared_relu,
 )
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
+from nemo_aligner.models.shapes.experts import QUICK_GEGLU
 
 
 class _Activation(MegatronModule):
@@ -54,4 +58,20 @@ class _SquaredReLU(_Activation):
     function = staticmethod(squared_relu)
 
 
-ACTIVATIONS = {"swiglu": SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
+class _QuickGeGLU(_Activation):
+    """gpt-oss' ``(up + 1) * gate * sigmoid(1.702 * gate)``: ``[..., 2 f] -> [..., f]``.
+
+    The gate is clamped from above and ``up`` on both sides, if the config has a limit.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.function = partial(quick_gated_gelu, limit=config.activation_func_clamp_value)
+
+
+ACTIVATIONS = {
+    "swiglu": SwiGLU,
+    "geglu": _GeGLU,
+    "squared-relu": _SquaredReLU,
+    QUICK_GEGLU: _QuickGeGLU,
+}

@@ -148,6 +148,8 @@ class RowLinear(RowParallelLinear):
             return RowLinear.forward(self, input_)[0]
         output = invariant_linear(input_, self.weight, None, rows)
         output = sum_partial(output, self.tp_group, self.sequence_parallel, rows)
+        if self.bias is not None:
+            output = output + self.bias
         return output if self.adapter is None else output + self.adapter(input_, rows)
 
     def sharded_state_dict(

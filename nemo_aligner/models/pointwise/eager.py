@@ -36,6 +36,18 @@ def gated_gelu(x: Tensor) -> Tensor:
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
+def quick_gated_gelu(x: Tensor, limit: float | None) -> Tensor:
+    """Compute gpt-oss' ``(up + 1) * gate * sigmoid(1.702 * gate)``: ``[..., 2 f] -> [..., f]``.
+
+    Only ``x``, which is the gate and then ``up``, is saved for the backward pass.
+
+    Args:
+        limit: the gate is at most ``limit``, and ``up`` from ``-limit`` to ``limit``; None is no
+            limit.
+    """
+    return _QuickGated.apply(x, torch.inf if limit is None else limit)
+
+
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
@@ -98,6 +110,40 @@ class _Gated(Function):
         torch.mul(grad, linear, out=scratch)
         ctx.derivative(scratch, gate, grad_input=to_gate)
         return out, None, None
+
+
+_QUICK_ALPHA = 1.702
+
+
+class _QuickGated(Function):
+    """Autograd function for ``quick_gated_gelu``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        gate, up, factor = _clamp_and_activate(x, limit)
+        return up.add_(1).mul_(gate.mul_(factor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,), (grad,), limit = ctx.saved_tensors, grads, ctx.limit
+        gate, up, factor = _clamp_and_activate(x, limit)
+        to_up = gate * factor
+        to_gate = up.add_(1).mul_(torch.rsub(factor, 1).mul_(to_up).mul_(_QUICK_ALPHA).add_(factor))
+        to_gate.mul_(grad).masked_fill_(x.chunk(2, dim=-1)[0] > limit, 0.0)
+        to_up.mul_(grad).masked_fill_(x.chunk(2, dim=-1)[1].abs() > limit, 0.0)
+        return torch.cat([to_gate, to_up], dim=-1), None
+
+
+def _clamp_and_activate(x: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the clamped gate, the clamped ``up``, and ``sigmoid(1.702 * gate)``, all copies."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # The rows of the sigmoid's input are not adjacent. If they were, torch would compute them as
+    # one long row, and a row's last elements by another exponential than in other packs.
+    scaled = torch.empty_like(x).chunk(2, dim=-1)[0]
+    return gate, up, torch.mul(gate, _QUICK_ALPHA, out=scaled).sigmoid()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
-from nemo_aligner.models.shapes.experts import ExpertShape
+from nemo_aligner.models.shapes.experts import EXPERTS_NAMED_LATER, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
 from nemo_aligner.models.shapes.layer import check_supported, read_layer
@@ -39,6 +39,8 @@ _NAMED_LATER = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_output_gate": False,
+    "attention_sinks": False,
+    "proj_bias": False,
 }
 
 
@@ -47,8 +49,8 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or
-            ``squared-relu``, which has no gate.
+        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), ``quick-geglu``
+            (only of experts), or ``squared-relu``, which has no gate.
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
@@ -83,6 +85,9 @@ class ModelShape:
             have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
+        attention_sinks: each query head has a learned logit that joins the softmax over its scores,
+            and whose probability is dropped.
+        proj_bias: attention's output projection has a bias.
     """
 
     num_layers: int
@@ -128,6 +133,8 @@ class ModelShape:
     linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+    attention_sinks: bool = False
+    proj_bias: bool = False
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -138,6 +145,10 @@ class ModelShape:
         del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.longrope is not None:
             del fields["longrope"]["long"]  # checkpoints of early versions lack it
+        if self.experts is not None:
+            for name, value in EXPERTS_NAMED_LATER.items():
+                if fields["experts"][name] == value:
+                    del fields["experts"][name]
         return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -310,6 +321,7 @@ class ModelShape:
             mlp = self._mlp_matrices * self.hidden_size * self.ffn_hidden_size
             return split + mlp, norms + replicated
         *parts, routers = self.experts.parameters(self.hidden_size, self._mlp_matrices)
+        routers += self.experts.output_biases(self.hidden_size)
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
@@ -318,7 +330,9 @@ class ModelShape:
             return self.linear_attention.parameters(self.hidden_size)
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
-        return self._attention_parameters() + self.qkv_bias * biases, norms
+        sinks = self.attention_sinks * self.num_attention_heads
+        split = self._attention_parameters() + self.qkv_bias * biases + sinks
+        return split, norms + self.proj_bias * self.hidden_size
 
     def qk_norm_widths(self) -> tuple[int, int]:
         """Return how many channels a norm of queries and one of keys has, over all TP ranks."""

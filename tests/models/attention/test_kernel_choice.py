@@ -218,7 +218,7 @@ def attend_as_on_a_gpu(
             patched.setattr(one_by_one, "_BLOCK_SCORES", 6 * 136 * 7)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             masks = one_by_one.plan_masks(segments, case)
-            out = one_by_one.attend(*inputs, segments, case, masks)
+            out = one_by_one.attend((*inputs, None), segments, case, masks)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     return chosen, kept[0], [out, *gradients]
 
