@@ -26,6 +26,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
+from nemo_aligner.checkpoint.hf import mxfp4
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
@@ -188,8 +189,10 @@ def _open_folder(folder: Path) -> Source:
     config = read_json(folder / "config.json")
     quantization = config.pop("quantization_config", None)
     # transformers keeps this setting when it loads a GGUF file and saves plain tensors.
-    is_from_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
-    if quantization is not None and not is_from_gguf:
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    is_from_gguf = method == "gguf"
+    is_mxfp4 = method == mxfp4.METHOD and config.get("model_type") == "gpt_oss"
+    if quantization is not None and not (is_from_gguf or is_mxfp4):
         raise CheckpointError(
             f"quantization_config: got {shown(quantization)}; quantized weights are not supported. "
             "Use the checkpoint in the precision in which it was trained"
@@ -197,7 +200,10 @@ def _open_folder(folder: Path) -> Source:
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
     weights = _find_weights(folder, config)
-    tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights))
+    dtypes = {**_DTYPES, "U8": torch.uint8} if is_mxfp4 else _DTYPES
+    tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
+    if is_mxfp4:
+        tensors = mxfp4.with_dequantized(tensors)
     if (folder / HEAD_NAME).is_file():
         tensors |= _read_headers(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
@@ -280,10 +286,13 @@ def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str
         )
 
 
-def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
+def _open_safetensors(
+    folder: Path, weights: Path | None, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, LazyTensor]:
     """Open the tensors of a folder of safetensors, without reading their values.
 
     ``weights`` is a single file or an index of shards; None opens all files of the folder.
+    ``dtypes`` are the supported ones, by their names in safetensors files.
     """
     if weights is None:
         files = _list_safetensors(folder)
@@ -293,7 +302,7 @@ def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTenso
         files = {weights.name: set()}
     tensors: dict[str, LazyTensor] = {}
     for name, listed in files.items():
-        stored = _read_headers(folder / name)
+        stored = _read_headers(folder / name, dtypes)
         missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
@@ -334,7 +343,7 @@ def _list_safetensors(folder: Path) -> dict[str, set[str]]:
     return {name: set() for name in files}
 
 
-def _read_headers(path: Path) -> dict[str, LazyTensor]:
+def _read_headers(path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, LazyTensor]:
     """Read the header of a safetensors file, and return its tensors, as lazy ones, by name."""
     tensors = {}
     try:
@@ -342,14 +351,14 @@ def _read_headers(path: Path) -> dict[str, LazyTensor]:
             for name in stored.keys():  # noqa: SIM118  (not a mapping)
                 header = stored.get_slice(name)
                 kind = header.get_dtype()
-                if kind not in _DTYPES:
+                if kind not in dtypes:
                     raise CheckpointError(
                         f"{path}: tensor {short(name)}: got the dtype {kind}, wanted one of "
-                        f"{', '.join(_DTYPES)}; quantized weights are not supported"
+                        f"{', '.join(dtypes)}; quantized weights are not supported"
                     )
                 tensors[name] = LazyTensor(
                     tuple(header.get_shape()),
-                    _DTYPES[kind],
+                    dtypes[kind],
                     partial(read_tensor, path, name),
                     partial(read_tensor, path, name),
                 )
@@ -467,7 +476,9 @@ def split_fused_experts(
     split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
-        fused = split.pop(prefix + _FUSED.get(rule.megatron, ""), None)
+        name = prefix + _FUSED.get(rule.megatron, "")
+        # gpt-oss' published files are fused, too.
+        fused = None if name in rule.hf else split.pop(name, None)
         if fused is not None:
             split |= _split_fused(fused, rule.hf)
         if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in split:

@@ -417,6 +417,8 @@ _SUPPORTED_IN_ARCHIVES = (
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
+    "activation_func_clamp_value",
+    "softmax_type",
 )
 # Gemma 2's settings. NeMo applies the window in the layers in which Google's model has none, so
 # Gemma 2 is not supported. final_logit_softcapping is not listed, because it changes no hidden

@@ -6,6 +6,7 @@
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
 - ``mixtures``: mixture-of-experts (MoE) models.
+- ``gpt_oss``: gpt-oss.
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
@@ -24,6 +25,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
 )
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.gpt_oss import GPT_OSS
 from nemo_aligner.checkpoint.hf.families.llama import (
     ARCEE,
     GRANITE,
@@ -72,6 +74,7 @@ _BUILT_IN = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    GPT_OSS,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -472,6 +472,8 @@ PLAIN: Mapping[str, Any] = {
     "attention_output_gate": False,
     "experts": None,
     "linear_attention": None,
+    "attention_sinks": False,
+    "proj_bias": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
