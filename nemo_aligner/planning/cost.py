@@ -237,8 +237,9 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 def _layer_size(shape: ModelShape, plan: Plan) -> int:
     """Count a layer's parameters on a rank, without adapters."""
     split, replicated = shape.layer_parameters()
-    experts = _experts_of_layer(shape)
-    return (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
+    experts, biases = _experts_of_layer(shape), _output_biases(shape)
+    dense = (split - experts) // plan.tp + replicated - biases
+    return dense + experts // (plan.tp * plan.ep) + biases // plan.ep
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
@@ -246,6 +247,11 @@ def _experts_of_layer(shape: ModelShape) -> int:
     if shape.experts is None:
         return 0
     return shape.experts.parameters(shape.hidden_size, 3)[0]
+
+
+def _output_biases(shape: ModelShape) -> int:
+    """Count the biases of the outputs of a layer's experts, which TP does not split."""
+    return 0 if shape.experts is None else shape.experts.output_biases(shape.hidden_size)
 
 
 def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
@@ -256,7 +262,7 @@ def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
     layers = stage_layers(shape, plan, stage)
     if shape.lora is not None:
         return len(layers) * _adapter_size(shape, plan, of_experts=True)
-    experts = _experts_of_layer(shape) // (plan.tp * plan.ep)
+    experts = _experts_of_layer(shape) // (plan.tp * plan.ep) + _output_biases(shape) // plan.ep
     return experts * sum(layer >= plan.freeze_layers for layer in layers)
 
 

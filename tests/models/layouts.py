@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
-MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
+MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss"]
 # What is there of linear attention, which context parallelism does not split.
 HYBRIDS = ["qwen3_5", "qwen3_5_untied"]
 # Of tests.harness.families, one of each.

@@ -122,28 +122,32 @@ class _QuickGated(Function):
     def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.limit = limit
-        gate, up, factor = _clamp_and_activate(x, limit)
-        return up.add_(1).mul_(gate.mul_(factor))
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        # The rows of the sigmoid's input are not adjacent. If they were, torch would compute them
+        # as one long row, and a row's last elements by another exponential than in other packs.
+        scaled = torch.empty_like(x).chunk(2, dim=-1)[0]
+        factor = torch.mul(gate, _QUICK_ALPHA, out=scaled).sigmoid()
+        return gate.mul_(factor).mul_(up.clamp(-limit, limit).add_(1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), (grad,), limit = ctx.saved_tensors, grads, ctx.limit
-        gate, up, factor = _clamp_and_activate(x, limit)
-        to_up = gate * factor
-        to_gate = up.add_(1).mul_(torch.rsub(factor, 1).mul_(to_up).mul_(_QUICK_ALPHA).add_(factor))
-        to_gate.mul_(grad).masked_fill_(x.chunk(2, dim=-1)[0] > limit, 0.0)
-        to_up.mul_(grad).masked_fill_(x.chunk(2, dim=-1)[1].abs() > limit, 0.0)
-        return torch.cat([to_gate, to_up], dim=-1), None
-
-
-def _clamp_and_activate(x: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the clamped gate, the clamped ``up``, and ``sigmoid(1.702 * gate)``, all copies."""
-    gate, up = x.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    # The rows of the sigmoid's input are not adjacent. If they were, torch would compute them as
-    # one long row, and a row's last elements by another exponential than in other packs.
-    scaled = torch.empty_like(x).chunk(2, dim=-1)[0]
-    return gate, up, torch.mul(gate, _QUICK_ALPHA, out=scaled).sigmoid()
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        to_gate, to_up = out.chunk(2, dim=-1)
+        scratch = gate.clamp(max=limit)
+        torch.mul(scratch, _QUICK_ALPHA, out=to_gate)
+        factor = to_gate.sigmoid()
+        torch.mul(scratch, factor, out=to_up).mul_(grad)
+        # The derivative of gate * sigmoid(a gate) is factor * (1 + a gate * (1 - factor)).
+        torch.neg(factor, out=scratch).add_(1)
+        to_gate.mul_(scratch).add_(1).mul_(factor).mul_(grad)
+        to_gate.mul_(torch.clamp(up, -limit, limit, out=scratch).add_(1))
+        to_gate.masked_fill_(gate > limit, 0.0)
+        torch.abs(up, out=scratch)
+        to_up.masked_fill_(scratch > limit, 0.0)
+        return out, None
 
 
 @dataclass(frozen=True)
