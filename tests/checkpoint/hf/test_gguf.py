@@ -50,7 +50,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 # Families that llama.cpp does not have, or whose files it names "chatglm", which is not read; and
 # what no file can say: a rotation of other constants than Llama 3's, a dynamic one, some of YaRN's
 # settings, and layers of a SmolLM3 without a rotation but every fourth.
-NOT_READ = ("ministral", "glm", "helium", "qwen3_5_text")
+NOT_READ = ("ministral", "glm", "helium", "qwen3_5_text", "gpt_oss")
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [
     case
