@@ -123,10 +123,11 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
     assert not found[0][2][1].any()
 
 
+@pytest.mark.parametrize("case", ["qwen2_moe", "gpt_oss"])
 def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
-    layout: ParallelLayout, tmp_path: Path
+    case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    path = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
     lora = LoraShape(4, 8.0, LORA_TARGETS)
     kinds = {"num_attributes": 1, "precision": Precision.fp32, "lora": lora}
     model: Any = load_pretrained(path, layout, **kinds).model

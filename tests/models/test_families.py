@@ -267,6 +267,13 @@ FEATURES = [
     ("gemma3", {"seq_len_interpolation_factor": None}),
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
+    ("gpt_oss", {"softmax_type": "vanilla"}),
+    ("gpt_oss", {"proj_bias": False}),
+    ("gpt_oss", {"moe_expert_bias": False}),
+    ("gpt_oss", {"moe_router_bias": False}),
+    ("gpt_oss", {"activation_func_clamp_value": None}),
+    ("gpt_oss", {"activation_func_clamp_value": None, "activation": "swiglu"}),
+    ("gpt_oss", {"window_pattern": "all"}),
 ]
 
 

@@ -140,6 +140,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("glm", {"attention_bias": 1}, "attention_bias: got 1, wanted true or false"),
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias: got False, which is not supported"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha: got 1.5, which is not supported"),
+    ("gpt_oss", {"num_experts_per_tok": 129}, "num_experts_per_tok: got 129, .* at most 128"),
     ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
 ]
@@ -153,6 +156,8 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
     ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
+    ("gpt_oss", {"proj_bias": False}, "attention_sinks=True, which does not belong to any family"),
+    ("gpt_oss", {"ffn_hidden_size": 48}, "got 40, but ffn_hidden_size is 48"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
