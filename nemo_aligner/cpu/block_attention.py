@@ -66,7 +66,8 @@ def attend_in_blocks(
     queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
-    joins_sinks = sinks is not None and soft_cap is None  # else the scores include the sinks
+    # With a soft cap, the scores include the sinks already.
+    joined_sinks = None if soft_cap is not None else sinks
     of_rows = None if sinks is None else sinks.view(groups, -1).repeat_interleave(BLOCK, dim=1)
     complete: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []
@@ -78,7 +79,7 @@ def attend_in_blocks(
             output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap, of_rows)
             # The kernel returns a view of memory in the order [n, rows, groups, c].
             rows = output.transpose(1, 2).reshape(-1, channels)
-            if part.is_first and part.is_last and not joins_sinks:
+            if part.is_first and part.is_last and joined_sinks is None:
                 complete.append(rows)
             elif part.is_last and not part.is_first:
                 ends.append((rows, lse.transpose(1, 2).flatten()))
@@ -90,12 +91,8 @@ def attend_in_blocks(
         outputs.out.index_copy_(0, plan.complete, _join(complete))
     if ends:
         outputs.add(plan.ends, *(_join(pieces) for pieces in zip(*ends, strict=True)))
-    if joins_sinks:
-        # A sink is one more key, with a value of zeros. Rows are added in whole blocks, so torch
-        # computes each by the same exponential in every pack.
-        targets = torch.cat([plan.complete, plan.ends])
-        zeros = outputs.out.new_zeros(1, 1).expand(len(targets), channels)
-        outputs.add(targets, zeros, sinks.to(precise)[targets % heads])
+    if joined_sinks is not None:
+        outputs.join_sinks(torch.cat([plan.complete, plan.ends]), joined_sinks)
     return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
 
 
@@ -148,6 +145,15 @@ class _Outputs:
         """Merge ``rows [m, c]``, the result for the next keys, into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
+
+    def join_sinks(self, targets: Tensor, sinks: Tensor) -> None:
+        """Merge the sinks ``[heads]`` into the output rows ``targets``, which are whole blocks.
+
+        A sink is one more key with a value of zeros. Because of the blocks, torch computes a row by
+        the same exponential in every pack.
+        """
+        zeros = self.out.new_zeros(1, 1).expand(len(targets), self.out.size(1))
+        self.add(targets, zeros, sinks.to(self.out.dtype)[targets % len(sinks)])
 
     def _add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
         merged, merged_lse = self.out.index_select(0, targets), self._lse.index_select(0, targets)

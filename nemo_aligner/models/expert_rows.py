@@ -62,6 +62,7 @@ class AddBiases(Function):
         if not is_added:
             return rows.view_as(rows)
         per_expert = counts.per_expert
+        assert per_expert is not None, "a shared expert has no biases"
         return rows + biases.repeat_interleave(per_expert, dim=0, output_size=len(rows))
 
     @staticmethod

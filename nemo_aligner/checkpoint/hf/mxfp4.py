@@ -52,9 +52,9 @@ def with_dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
         weight = name.removesuffix(_BLOCKS)
         blocks, scales = plain.pop(name), plain.pop(weight + _SCALES, None)
         if scales is None or blocks.shape != (*scales.shape, _BYTES_OF_BLOCK):
-            found = "none" if scales is None else f"shape {list(scales.shape)}"
+            actual = "none" if scales is None else f"shape {list(scales.shape)}"
             raise CheckpointError(
-                f"tensor {short(weight + _SCALES)}: got {found}, but {short(name)} has shape "
+                f"tensor {short(weight + _SCALES)}: got {actual}, but {short(name)} has shape "
                 f"{list(blocks.shape)}. Download the checkpoint again"
             )
         count, rows, groups, _ = blocks.shape

@@ -152,7 +152,7 @@ class PackedAttention(MegatronModule):
         context: PackContext,
         case: Case,
     ) -> Tensor:
-        sinks = self.softmax_offset
+        sinks: Tensor | None = self.softmax_offset
         if sinks is not None:
             sinks = sinks.to(torch.promote_types(sinks.dtype, torch.float32))
         heads = Heads(self.layer_number, rotated, value, sinks)
