@@ -107,6 +107,24 @@ def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatc
         assert called == [wanted] * (wanted is not None), torch_version
 
 
+def test_sinks_are_computed_by_torch_s_operator_or_by_explicit_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """flash-attn does not let its backward pass use another log-sum-exp."""
+    shape = replace(PLAIN, attention_sinks=True, window_size=3)
+    for names, expected in (
+        (("window_size", "scale", "enable_gqa"), "torch's varlen operator"),
+        (("is_causal",), "one by one"),
+    ):
+        parameters(monkeypatch, *names)
+        case = Case("cuda", BF16, 2, 2, 8, Scores(0.5, 3, has_sinks=True), learns=True)
+        assert choose_backend(case).name == expected
+        reason = slow_attention(shape, BF16)
+        assert (reason is None) == (expected != "one by one")
+    assert "no kernel for sliding windows: install torch >= 2.11" in str(reason)
+    assert not copies_keys(shape, torch.float32)
+
+
 def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
