@@ -411,7 +411,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mup": (False, None),
 }
 # Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
-# (MoE) model and of linear attention have other shapes in Megatron's checkpoints.
+# (MoE) model and of linear attention have other shapes in Megatron's checkpoints. So gpt-oss' keys
+# for its sinks and experts are here, too.
 _SUPPORTED_IN_ARCHIVES = (
     "num_moe_experts",
     "attention_output_gate",

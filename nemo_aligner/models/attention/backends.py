@@ -6,8 +6,8 @@ for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, 
 the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
 runs it on the same packs as all others.
 
-New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
-head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
+New kinds of decoders are added here, too. A new feature of the scores, as the sinks were, is a new
+``Feature``: entries that do not name it are never chosen for it. Values of another
 width than keys (latent attention) are a feature as well. A layer that does not attend to keys, like
 a gated delta rule, is a separate module with its own table.
 """
