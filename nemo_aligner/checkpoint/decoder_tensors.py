@@ -24,6 +24,8 @@ HEAD_PREFIX = "rm_head."
 # store them; a finished reward model does not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
+# Attention sinks, by megatron-core's name of the parameter.
+SINKS = "self_attention.core_attention.softmax_offset"
 # Prefix of tensor names in archives of this package and of NeMo 1.
 PREFIX = "model."
 
@@ -104,8 +106,10 @@ def _mixer(shape: ModelShape) -> Shapes:
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
-    if shape.linear_bias:
+    if shape.proj_bias:
         tensors["self_attention.linear_proj.bias"] = (hidden,)
+    if shape.attention_sinks:
+        tensors[SINKS] = (shape.num_attention_heads,)
     if shape.qk_layernorm:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
@@ -154,6 +158,11 @@ def _mlp(shape: ModelShape) -> Shapes:
     for name, (count, width) in sizes.items():
         tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
+    if experts.router_bias:
+        tensors["mlp.router.bias"] = (experts.count,)
+    if experts.has_biases:
+        tensors["mlp.experts.linear_fc1.bias"] = (experts.count, 2, experts.width)
+        tensors["mlp.experts.linear_fc2.bias"] = (experts.count, hidden)
     return tensors
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
-from nemo_aligner.utils.soft_cap import soft_capped_attention
+from nemo_aligner.utils.explicit_scores import explicit_attention
 
 # torch computes up to this many elements in one thread (at::internal::GRAIN_SIZE). With several
 # threads, the last elements of each thread that do not fill a vector get a slightly different exp,
@@ -45,6 +45,7 @@ def attend_in_blocks(
     plan: BlockPlan,
     scale: float | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend each token of a pack causally to its own sequence.
 
@@ -57,6 +58,7 @@ def attend_in_blocks(
         plan: the pack's plan for layers with these heads and this window.
         scale: factor of the scores; None is ``c ** -0.5``.
         soft_cap: limit of the scores (Gemma 2); None is no limit.
+        sinks: logits ``[heads]`` of attention sinks; None if there are none.
 
     Returns:
         ``[T, heads, c]`` in the dtype of ``joined``.
@@ -67,6 +69,9 @@ def attend_in_blocks(
     queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
+    # With a soft cap, the scores include the sinks already.
+    joined_sinks = None if soft_cap is not None else sinks
+    of_rows = None if sinks is None else sinks.view(groups, -1).repeat_interleave(BLOCK, dim=1)
     complete: list[Tensor] = []
     ends: list[tuple[Tensor, Tensor]] = []
     first = 0
@@ -74,12 +79,12 @@ def attend_in_blocks(
         for part in step.parts(key, value, precise):
             last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
-            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap)
+            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap, of_rows)
             # The kernel returns a view of memory in the order [n, rows, groups, c].
             rows = output.transpose(1, 2).reshape(-1, channels)
-            if part.is_first and part.is_last:
+            if part.is_first and part.is_last and joined_sinks is None:
                 complete.append(rows)
-            elif part.is_last:
+            elif part.is_last and not part.is_first:
                 ends.append((rows, lse.transpose(1, 2).flatten()))
             else:
                 put = outputs.put if part.is_first else outputs.add
@@ -89,6 +94,8 @@ def attend_in_blocks(
         outputs.out.index_copy_(0, plan.complete, _join(complete))
     if ends:
         outputs.add(plan.ends, *(_join(pieces) for pieces in zip(*ends, strict=True)))
+    if joined_sinks is not None:
+        outputs.join_sinks(torch.cat([plan.complete, plan.ends]), joined_sinks)
     return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
 
 
@@ -97,9 +104,18 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _attend_part(
-    query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
+    query: Tensor,
+    part: Part,
+    mask: Tensor | None,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend n blocks of queries ``[n, groups, rows, c]`` to the keys of ``part``.
+
+    Args:
+        sinks: logits ``[groups, rows]`` of attention sinks, included only with a soft cap; None if
+            there are none.
 
     Returns:
         The output, and its log-sum-exp.
@@ -111,10 +127,11 @@ def _attend_part(
         )
         return output
     assert mask is not None
+    sinks = None if sinks is None else sinks[:, None, :, None]
     # Compute one block at a time, so that the batch size does not select a kernel.
     blocks = zip(query.split(1), keys.split(1), values.split(1), strict=True)
     capped = torch.cat(
-        [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
+        [explicit_attention(*block, mask == 0, scale, soft_cap, sinks) for block in blocks]
     )
     # With a soft cap, a block sees all its keys in one call. Nothing is merged by log-sum-exp.
     return capped, capped.new_zeros(capped.shape[:-1])
@@ -136,6 +153,15 @@ class _Outputs:
         """Merge ``rows [m, c]``, attention to the next keys, into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
+
+    def join_sinks(self, targets: Tensor, sinks: Tensor) -> None:
+        """Merge the sinks ``[heads]`` into the output rows ``targets``, which are whole blocks.
+
+        A sink is one more key with a value of zeros. Because of the blocks, torch computes a row by
+        the same exponential in every pack.
+        """
+        zeros = self.out.new_zeros(1, 1).expand(len(targets), self.out.size(1))
+        self.add(targets, zeros, sinks.to(self.out.dtype)[targets % len(sinks)])
 
     def _add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
         merged, merged_lse = self.out.index_select(0, targets), self._lse.index_select(0, targets)

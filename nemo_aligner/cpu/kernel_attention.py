@@ -53,6 +53,7 @@ def attend_by_kernel(
     plan: KernelPlan,
     scale: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend each token of a pack causally to its own sequence, and store keys in the pool.
 
@@ -63,6 +64,7 @@ def attend_by_kernel(
         pooled: the cached tokens; None if the pack neither reads nor stores any.
         scale: factor of the scores; None is ``c ** -0.5``.
         window: keys that a query sees, its own included; None is all before it.
+        sinks: logits ``[heads]`` of attention sinks in fp32; None if there are none.
 
     Returns:
         ``[T, heads, c]`` in the dtype of ``joined``.
@@ -75,6 +77,8 @@ def attend_by_kernel(
         pools = pooled.layer
         stored = (pooled.stored.data_ptr(), pooled.slots.data_ptr(), len(pooled.stored))
     keys, values = (_Source.of(*pair) for pair in zip(pools, (key, value), strict=True))
+    if sinks is not None:
+        sinks = sinks.contiguous()
     out = joined.new_empty(tokens, groups * repeats, channels)
     kernels.call(
         "attend",
@@ -89,6 +93,7 @@ def attend_by_kernel(
         channels,
         channels**-0.5 if scale is None else scale,
         window or _NO_WINDOW,
+        None if sinks is None else sinks.data_ptr(),
         plan.items.data_ptr(),
         len(plan.items),
         plan.rows.data_ptr(),

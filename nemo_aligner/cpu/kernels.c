@@ -268,7 +268,7 @@ static inline void store_up_to(int count, int is_bf16, void *to, int64_t i, vec 
 static inline __attribute__((always_inline)) void attend_item(
     const int is_bf16, const void *query, int64_t query_token, int64_t query_group,
     const Source *keys, const Source *values, void *out, int groups, int repeats, int channels,
-    float scale, int window, const Item *item, const int32_t *rows, int group
+    float scale, int window, const float *sinks, const Item *item, const int32_t *rows, int group
 ) {
     float wide[2 * TILE * MOST_CHANNELS] __attribute__((aligned(64)));
     float turned[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
@@ -284,8 +284,9 @@ static inline __attribute__((always_inline)) void attend_item(
         int64_t place = item->row + (is_own ? token : 0);
         places[row] = place * query_token + group * query_group + head * channels;
         positions[row] = item->position + (is_own ? token : 0);
-        most[row] = -INFINITY;
-        total[row] = 0;
+        // A sink is like a key that is seen first, with a value of zeros.
+        most[row] = sinks ? sinks[group * repeats + head] : -INFINITY;
+        total[row] = sinks ? 1 : 0;
     }
     FOR_SQUARES(first, c) {
         vec square[LANES];
@@ -348,11 +349,12 @@ static inline void keep(
 }
 
 // Attend query [T, groups, repeats, channels] -> out [T, heads, channels]; strides are in elements.
-// Keys and values of the rows `stored` are also written to `slots` of the pool.
+// Keys and values of the rows `stored` are also written to `slots` of the pool. `sinks [heads]` are
+// logits that join the softmax, or null.
 void attend(
     int is_bf16, const void *query, int64_t query_token, int64_t query_group, const Source *keys,
     const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
-    const Item *items, int count, const int32_t *rows, const int64_t *stored, const int64_t *slots,
+    const float *sinks, const Item *items, int count, const int32_t *rows, const int64_t *stored, const int64_t *slots,
     int storing, int threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -365,10 +367,10 @@ void attend(
         const Item *item = items + work / groups;
         if (is_bf16)
             attend_item(1, query, query_token, query_group, keys, values, out, groups, repeats,
-                        channels, scale, window, item, rows, work % groups);
+                        channels, scale, window, sinks, item, rows, work % groups);
         else
             attend_item(0, query, query_token, query_group, keys, values, out, groups, repeats,
-                        channels, scale, window, item, rows, work % groups);
+                        channels, scale, window, sinks, item, rows, work % groups);
     }
 }
 

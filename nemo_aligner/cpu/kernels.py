@@ -38,7 +38,7 @@ _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
 # The types of each function's arguments, as letters of ``_TYPES``; the last argument is the number
 # of threads.
 _ARGUMENTS = {
-    "attend": "ipllpppiiifipipppii",
+    "attend": "ipllpppiiifippipppii",
     "rms_norm": "ipplii",
     "add": "pipplii",
     "gated_silu": "ipplii",

@@ -25,6 +25,7 @@ from nemo_aligner.cpu.flash_attention import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
 )
+from nemo_aligner.utils.sinks import join_sinks, sink_gradients
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,23 @@ class Block:
 
 
 def attend_by_calls(
-    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[Block], scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    calls: Sequence[Block],
+    scale: float | None,
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
     C tokens are cached, the pack has T tokens, and this rank computes n of them.
 
     Args:
+        sinks: logits ``[heads]`` of attention sinks; None if there are none.
         calls: the pack's calls from ``plan_calls``.
         scale: factor of the scores; None is ``c ** -0.5``.
     """
-    return _PackedAttention.apply(query, key, value, tuple(calls), scale)
+    return _PackedAttention.apply(query, key, value, sinks, tuple(calls), scale)
 
 
 def plan_calls(
@@ -119,6 +126,7 @@ class _PackedAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         blocks: tuple[Block, ...],
         scale: float | None,
     ) -> Tensor:
@@ -132,13 +140,15 @@ class _PackedAttention(Function):
         q, k, v, o = (as_heads(x, groups) for x in (query, key, value, out))
         for block in blocks:
             add_block(block, (q, k, v), o, lse, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            join_sinks(o, lse, _by_group(sinks, groups))
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
         groups = key.size(1)
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
@@ -148,7 +158,16 @@ class _PackedAttention(Function):
         dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))
         for block in ctx.blocks:
             add_gradients(block, (d, q, k, v, o), lse, (dq, dk, dv), ctx.scale)
-        return to_query, to_key, to_value, None, None
+        to_sinks = None
+        if sinks is not None:
+            by_query = sink_gradients(d, o, lse, _by_group(sinks, groups))
+            to_sinks = by_query.sum(-1).t().flatten()
+        return to_query, to_key, to_value, to_sinks, None, None
+
+
+def _by_group(sinks: Tensor, groups: int) -> Tensor:
+    """View ``sinks [heads]`` as ``[r, groups, 1]``, in the layout of ``as_heads``."""
+    return sinks.view(groups, -1).t().unsqueeze(-1)
 
 
 def add_block(

@@ -19,11 +19,13 @@ from nemo_aligner.models.pointwise.eager import (
     gated_gelu,
     gated_silu,
     gelu,
+    quick_gated_gelu,
     squared_relu,
     tanh_gelu,
     xielu,
 )
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
+from nemo_aligner.models.shapes.experts import QUICK_GEGLU
 
 
 class _Activation(MegatronModule):
@@ -109,6 +111,17 @@ class XIELU(_Activation):
         return by_whole_rows(function, hidden, is_gated=False)
 
 
+class _QuickGeGLU(_Activation):
+    """gpt-oss' ``(up + 1) * gate * sigmoid(1.702 * gate)``: ``[..., 2 f] -> [..., f]``.
+
+    The gate is clamped from above and ``up`` on both sides, if the config has a limit.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.function = partial(quick_gated_gelu, limit=config.activation_func_clamp_value)
+
+
 ACTIVATIONS = {
     "swiglu": SwiGLU,
     "geglu": _GeGLU,
@@ -116,4 +129,5 @@ ACTIVATIONS = {
     "gelu": _GELU,
     "gelu-tanh": _TanhGELU,
     "xielu": XIELU,
+    QUICK_GEGLU: _QuickGeGLU,
 }

@@ -141,6 +141,7 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         # sees only its own heads.
         "qk_layernorm": shape.qk_layernorm,
         "attention_output_gate": shape.attention_output_gate,
+        "activation_func_clamp_value": shape.experts and shape.experts.clamp_value,
         # Each layer's tensors then have names of their own in a checkpoint.
         "hetereogenous_dist_checkpoint": not shape.is_uniform,
     }
@@ -200,6 +201,17 @@ class NormedRowLinear(RowLinear):
         return self.post_layernorm.forward(super().infer(x))
 
 
+class BiasedRowLinear(RowLinear):
+    """Row-parallel linear layer that adds a bias, once, to the sum over the TP ranks.
+
+    megatron-core's config has one setting for the biases of all linear layers; only attention's
+    output projection is built from this class.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "bias": True, "skip_bias_add": False})
+
+
 class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
     """RMSNorm of queries or keys ``[T, ..., c]`` over all heads together; TP splits the heads.
 
@@ -253,6 +265,7 @@ class _Parts:
         norm_linear: column-parallel linear layer behind a norm.
         row_linear: row-parallel linear layer.
         key_map: maps the name prefix of each norm's module to the prefix that checkpoints use.
+        proj_linear: row-parallel output projection of attention; None is ``row_linear``.
     """
 
     norm: Any
@@ -260,6 +273,7 @@ class _Parts:
     norm_linear: Any
     row_linear: Any
     key_map: dict[str, str]
+    proj_linear: Any = None
 
     def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
         """Return the class of the norm before the MLP, and the ``key_map`` of the whole layer.
@@ -287,6 +301,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         other_norm=norm,
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
+        proj_linear=BiasedRowLinear if shape.proj_bias else None,
         # As with TransformerEngine, checkpoints name a norm after the linear layer behind it.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -429,7 +444,7 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
     submodules = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,
         core_attention=partial(core_attention, shape=shape),
-        linear_proj=parts.row_linear,
+        linear_proj=parts.proj_linear or parts.row_linear,
         q_layernorm=query_norm,
         k_layernorm=key_norm,
     )

@@ -143,7 +143,9 @@ class PackedLayer(TransformerLayer):
         """Attend in training as megatron-core's attention does, without an output gate."""
         attention = self.self_attention
         core = attention.core_attention
-        if self._splits_and_rotates and not isinstance(self.mlp, MixtureOfExperts):
+        # Sinks are parameters of the core attention, so a hook of Megatron may wait for them.
+        is_plain = core.softmax_offset is None and not isinstance(self.mlp, MixtureOfExperts)
+        if self._splits_and_rotates and is_plain:
             heads = self._split_and_rotate(mixed, context)
             attend = partial(core.attend, context=context)
         else:

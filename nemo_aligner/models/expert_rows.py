@@ -48,6 +48,36 @@ class RowCounts:
         return self.per_expert.cumsum(0).to(torch.int32)
 
 
+class AddBiases(Function):
+    """Add to each row of ``[N, o]`` its expert's row of ``biases [E, o]``, if ``is_added``.
+
+    The gradient of the biases is computed either way, in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, biases: Tensor, counts: RowCounts, is_added: bool
+    ) -> Tensor:
+        ctx.counts, ctx.dtype = counts, biases.dtype
+        if not is_added:
+            return rows.view_as(rows)
+        per_expert = counts.per_expert
+        assert per_expert is not None, "a shared expert has no biases"
+        return rows + biases.repeat_interleave(per_expert, dim=0, output_size=len(rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (grad,), counts, to_biases = grads, ctx.counts, None
+        if ctx.needs_input_grad[1] and grad.is_cpu:
+            rows_of_experts = grad.split(counts.on_host())
+            to_biases = torch.stack([rows.float().sum(0) for rows in rows_of_experts])
+        elif ctx.needs_input_grad[1]:
+            # On a GPU, this sums in the same order in every run, and the host does not wait.
+            lengths = counts.per_expert
+            to_biases = torch.segment_reduce(grad.float(), "sum", lengths=lengths, axis=0)
+        return grad, None if to_biases is None else to_biases.to(ctx.dtype), None, None
+
+
 @dataclass(frozen=True)
 class Exchange:
     """An exchange in ``group``: every rank sends rows to the ranks that have their experts.

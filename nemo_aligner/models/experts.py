@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.cpu.products import add_weight_gradient, linear_on_cpu
-from nemo_aligner.models.expert_rows import Exchange, RowCounts
+from nemo_aligner.models.expert_rows import AddBiases, Exchange, RowCounts
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 from nemo_aligner.models.router import Router, count_choices
 from nemo_aligner.models.shapes.experts import ExpertShape
@@ -60,7 +60,8 @@ class MixtureOfExperts(MegatronModule):
         super().__init__(config)
         self._group = parallel_state.get_tensor_model_parallel_group()
         self.router = Router(config, self.shape)
-        self.experts = ExpertMLP(config, self.activation, self.shape.width, self.shape.count)
+        sizes = self.shape.width, self.shape.count, self.shape.has_biases
+        self.experts = ExpertMLP(config, self.activation, *sizes)
         self.shared_experts = None
         if self.shape.shared_width is not None:
             self.shared_experts = ExpertMLP(config, self.activation, self.shape.shared_width)
@@ -190,6 +191,7 @@ class ExpertMLP(MegatronModule):
         width: ffn channels of each expert.
         count: experts of the layer, which expert parallelism splits over the ranks; None is the
             shared expert, which every rank has.
+        has_biases: both linear layers have biases.
 
     Attributes:
         group: process group of the expert parallel ranks.
@@ -201,13 +203,14 @@ class ExpertMLP(MegatronModule):
         activation: type[MegatronModule],
         width: int,
         count: int | None = None,
+        has_biases: bool = False,
     ) -> None:
         super().__init__(config)
         self.group = parallel_state.get_expert_model_parallel_group()
         hidden = config.hidden_size
-        self.linear_fc1 = ExpertLinear(config, (2, width, hidden), count)
+        self.linear_fc1 = ExpertLinear(config, (2, width, hidden), count, has_bias=has_biases)
         self.activation_func = activation(config=config)
-        self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
+        self.linear_fc2 = ExpertLinear(config, (hidden, width), count, has_bias=has_biases)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         """Compute the experts' MLPs of ``inputs [N, hidden]``, whose rows are sorted by expert."""
@@ -222,8 +225,11 @@ class ExpertLinear(torch.nn.Module):
         size: unsharded size of one expert's matrix.
         count: experts of the layer, which expert parallelism splits; None is the shared expert.
         axis: the axis of ``weight`` that TP splits, by default the axis of the ffn channels.
+        has_bias: each expert also has a bias of its outputs.
 
     Attributes:
+        bias: ``[experts, ...]``; None if there is none. Where TP splits the inputs, the outputs are
+            partial sums, and every rank has the whole bias.
         first: number of this rank's first expert.
         adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
@@ -236,6 +242,7 @@ class ExpertLinear(torch.nn.Module):
         size: tuple[int, ...],
         count: int | None = None,
         axis: int = 2,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         group = parallel_state.get_tensor_model_parallel_group()
@@ -254,10 +261,20 @@ class ExpertLinear(torch.nn.Module):
         self.group, self._expert_group, self.axis = group, expert_group, axis
         self.size, self.first = size, 0 if count is None else local_count * expert_group.rank()
         self.register_module("adapter", None)
+        self.register_parameter("bias", None)
+        if has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(shape[:-1], **kind))
+            if self.splits_outputs:
+                set_tensor_model_parallel_attributes(self.bias, True, axis, 1)
+            self.bias.allreduce = self.weight.allreduce  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         """Compute ``[N, in] -> [N, out]`` by each row's expert; the rows are sorted by expert."""
         product = self._multiply(inputs, counts, rows)
+        if self.bias is not None:
+            # Only the first of the ranks with partial sums adds the bias. All compute its gradient.
+            is_added = self.splits_outputs or self.group.rank() == 0
+            product = AddBiases.apply(product, self.bias.flatten(1), counts, is_added)
         return product if self.adapter is None else product + self.adapter(inputs, counts, rows)
 
     @property
@@ -303,7 +320,19 @@ class ExpertLinear(torch.nn.Module):
             replica_id=(0, 0, copies.rank()),
             prepend_axis_num=prepended,
         )
-        return {key: entry} | self._adapter_state_dict(prefix, sharded_offsets, metadata)
+        entries = {key: entry}
+        if self.bias is not None:
+            # Ranks that have the same biases are told apart by the second number of the id.
+            tp_copy = 0 if self.splits_outputs else self.group.rank()
+            entries[f"{prefix}bias"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}bias",
+                self.bias,
+                *sharded_offsets,
+                *offsets[0 if self.splits_outputs else 1 :],
+                replica_id=(0, tp_copy, copies.rank()),
+                prepend_axis_num=prepended,
+            )
+        return entries | self._adapter_state_dict(prefix, sharded_offsets, metadata)
 
     def _adapter_state_dict(self, prefix: str, *arguments: Any) -> dict[str, Any]:
         if self.adapter is None:

@@ -65,6 +65,9 @@ class Router(torch.nn.Module):
         self.register_parameter("shared_gate", None)
         if shape.shared_gate:
             self.shared_gate = torch.nn.Parameter(torch.empty(1, config.hidden_size, **kind))
+        self.register_parameter("bias", None)
+        if shape.router_bias:
+            self.bias = torch.nn.Parameter(torch.empty(shape.count, **kind))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         bias = None
@@ -88,6 +91,8 @@ class Router(torch.nn.Module):
         """
         wide = tokens.float()
         logits = _multiply(wide, self.weight.float(), rows)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         scores = _sigmoid(logits) if self._shape.is_sigmoid else logits.softmax(-1)
         chosen = self._choose(scores.detach())
         if self.training and torch.is_grad_enabled():  # so that recomputed layers count once

@@ -36,7 +36,9 @@ def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) 
         aux_loss_coeff: factor of the auxiliary loss, see ``Router``.
     """
     for router in routers(model).values():
-        router.weight.requires_grad_(trained)
+        for parameter in (router.weight, router.bias):
+            if parameter is not None:
+                parameter.requires_grad_(trained)
         router.aux_loss_coeff = aux_loss_coeff
 
 

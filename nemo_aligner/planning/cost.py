@@ -245,8 +245,9 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 def _layer_size(shape: ModelShape, plan: Plan) -> int:
     """Count a layer's parameters on one rank, without LoRA adapters."""
     split, replicated = shape.layer_parameters()
-    experts = _experts_of_layer(shape)
-    return (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
+    experts, biases = _experts_of_layer(shape), _output_biases(shape)
+    dense = (split - experts) // plan.tp + replicated - biases
+    return dense + experts // (plan.tp * plan.ep) + biases // plan.ep
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
@@ -254,6 +255,11 @@ def _experts_of_layer(shape: ModelShape) -> int:
     if shape.experts is None:
         return 0
     return shape.experts.parameters(shape.hidden_size, 3)[0]
+
+
+def _output_biases(shape: ModelShape) -> int:
+    """Count the biases of the outputs of a layer's experts, which TP does not split."""
+    return 0 if shape.experts is None else shape.experts.output_biases(shape.hidden_size)
 
 
 def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
@@ -266,7 +272,10 @@ def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
     if shape.lora is not None:
         return sum(_adapter_size(layer, plan, of_experts=True) for layer in layers.values())
     trained = [layers[layer] for layer in layers if layer >= plan.freeze_layers]
-    return sum(_experts_of_layer(layer) // (plan.tp * plan.ep) for layer in trained)
+    return sum(
+        _experts_of_layer(layer) // (plan.tp * plan.ep) + _output_biases(layer) // plan.ep
+        for layer in trained
+    )
 
 
 def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:

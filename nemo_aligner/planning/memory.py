@@ -16,6 +16,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.experts import QUICK_GEGLU
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
@@ -464,7 +465,7 @@ def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
     - with expert parallelism, the outputs of the experts are sorted to be sent back
     - the outputs of a token's experts are summed in fp32, and get gradients
     - the backward pass of the second projection, when the outputs are freed
-    - the backward pass of the gate
+    - the backward pass of the gate, which allocates more for gpt-oss' activation
     - the backward pass of the first projection
     """
     assert shape.experts is not None
@@ -475,7 +476,9 @@ def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
     gradient = _weight_gradient(shape, plan, layer) * size
     in_fp32 = states * (size + FP32_BYTES * (1 if size == FP32_BYTES else 2))
     sent = 2 * plan.expert_load * rows if plan.ep > 1 else 0.0
-    return max(sent, rows + in_fp32, inner + gradient, 3 * inner - rows, 2 * gradient - inner)
+    is_quick = shape.activation == QUICK_GEGLU
+    gate = (3 + is_quick * (1 + 1 / size)) * inner - rows
+    return max(sent, rows + in_fp32, inner + gradient, gate, 2 * gradient - inner)
 
 
 def _weight_gradient(shape: ModelShape, plan: Plan, layer: int) -> float:

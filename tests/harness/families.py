@@ -416,6 +416,18 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [2],
         "tie_word_embeddings": False,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 40,
+        "sliding_window": WINDOW,
+        # Some gates and up projections are beyond it.
+        "swiglu_limit": 0.5,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -495,7 +507,7 @@ def write_hf_checkpoint(folder: Path, case: str, **settings: Any) -> None:
 def _shift_norms(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("proj_bias"):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
             if name.endswith("A_log"):
                 # Drawn as they are, states would be forgotten within a few tokens.

@@ -63,16 +63,13 @@ class RecordedCapture:
         return 0
 
 
-def attend_by_bounds(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
+def attend_by_bounds(tensors: varlen.Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attention that reads only what a varlen kernel is given, so that it can be replayed.
 
     The gradients of keys in no segment are NaN: a kernel leaves there what was in memory.
     """
-    query, key, value, of_queries, of_keys, most, most_keys = varlen.packed_arguments(
-        query, key, value, segments, scores
-    )
+    arguments = varlen.packed_arguments(*tensors[:3], segments, scores)
+    query, key, value, of_queries, of_keys, most, most_keys = arguments
     outputs = []
     for index in range(len(of_queries) - 1):
         start, end = of_queries[index : index + 2].tolist()

@@ -47,7 +47,7 @@ IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invarianc
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
-    "qwen3_next",
+    "qwen3_next", "gpt_oss",
 ]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
 HYBRIDS = ["qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next"]

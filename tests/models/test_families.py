@@ -287,6 +287,13 @@ FEATURES = [
     ("starcoder2", {"normalization": "layernorm1p"}),
     ("starcoder2", {"window_size": None}),
     ("hunyuan_alpha", {"rotary_base": 100.0}),
+    ("gpt_oss", {"softmax_type": "vanilla"}),
+    ("gpt_oss", {"proj_bias": False}),
+    ("gpt_oss", {"moe_expert_bias": False}),
+    ("gpt_oss", {"moe_router_bias": False}),
+    ("gpt_oss", {"activation_func_clamp_value": None}),
+    ("gpt_oss", {"activation_func_clamp_value": None, "activation": "swiglu"}),
+    ("gpt_oss", {"window_pattern": "all"}),
 ]
 
 

@@ -26,7 +26,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf import block_fp8
+from nemo_aligner.checkpoint.hf import block_fp8, mxfp4
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
@@ -189,9 +189,11 @@ def _open_folder(folder: Path) -> Source:
     config = read_json(folder / "config.json")
     quantization = config.pop("quantization_config", None)
     # transformers keeps this setting when it loads a GGUF file and saves plain tensors.
-    is_from_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    is_mxfp4 = method == mxfp4.METHOD and config.get("model_type") == "gpt_oss"
     block = block_fp8.read_block(quantization)
-    if quantization is not None and not is_from_gguf and block is None:
+    is_supported = method == "gguf" or is_mxfp4 or block is not None
+    if quantization is not None and not is_supported:
         raise CheckpointError(
             f"quantization_config: got {shown(quantization)}; quantized weights are not supported. "
             "Use the checkpoint in the precision in which it was trained"
@@ -200,10 +202,14 @@ def _open_folder(folder: Path) -> Source:
     contract = folder / CONTRACT_NAME
     weights = _find_weights(folder, config)
     dtypes = _DTYPES if block is None else {**_DTYPES, **block_fp8.DTYPES}
+    if is_mxfp4:
+        dtypes = {**_DTYPES, "U8": torch.uint8}
     tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
     if block is not None:
         tensors, count = block_fp8.with_dequantized(tensors, block)
         wrapper_notes = [*wrapper_notes, f"dequantised: {count} tensors of fp8, to bf16"]
+    if is_mxfp4:
+        tensors = mxfp4.with_dequantized(tensors)
     if (folder / HEAD_NAME).is_file():
         tensors |= _read_headers(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
@@ -476,7 +482,9 @@ def split_fused_experts(
     split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
-        fused = split.pop(prefix + _FUSED.get(rule.megatron, ""), None)
+        name = prefix + _FUSED.get(rule.megatron, "")
+        # gpt-oss' published files are fused, too.
+        fused = None if name in rule.hf else split.pop(name, None)
         if fused is not None:
             split |= _split_fused(fused, rule.hf)
         if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in split:

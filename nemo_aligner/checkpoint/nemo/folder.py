@@ -420,6 +420,8 @@ _SUPPORTED_IN_ARCHIVES = (
     "experimental_attention_variant",
     "linear_attention_freq",
     "multi_latent_attention",
+    "activation_func_clamp_value",
+    "softmax_type",
 )
 # Gemma 2's settings, with the values that switch them off. NeMo applies the sliding window in the
 # layers in which Google's model has none, so Gemma 2 is not supported. final_logit_softcapping is

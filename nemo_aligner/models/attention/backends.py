@@ -6,8 +6,8 @@ for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, 
 the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
 runs it on the same packs as all others.
 
-New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
-head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
+New kinds of decoders are added here, too. A new feature of the scores, as the sinks were, is a new
+``Feature``: entries that do not name it are never chosen for it. Values of another
 width than keys (latent attention) are a feature as well. A layer that does not attend to keys, like
 a gated delta rule, is a separate module with its own table.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress, product
 from typing import Any, Generic, cast
 
 import torch
@@ -38,6 +39,7 @@ class Feature(Enum):
 
     WINDOW = "sliding windows"
     SOFT_CAP = "logit soft-capping"
+    SINKS = "attention sinks"
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,13 @@ class Case:
     @property
     def features(self) -> frozenset[Feature]:
         window, soft_cap = self.scores.window is not None, self.scores.soft_cap is not None
-        return _FEATURES[window, soft_cap]
+        return _FEATURES[window, soft_cap, self.scores.has_sinks]
 
 
+# The features of scores, by the presence of each one, in the order of ``Feature``.
 _FEATURES = {
-    (window, soft_cap): frozenset([Feature.WINDOW] * window + [Feature.SOFT_CAP] * soft_cap)
-    for window in (False, True)
-    for soft_cap in (False, True)
+    present: frozenset(compress(Feature, present))
+    for present in product((False, True), repeat=len(Feature))
 }
 
 
@@ -90,11 +92,14 @@ class Heads:
         rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
             ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
         value: ``[n, groups, c]``.
+        sinks: logits ``[heads]`` of the attention sinks, in fp32 or wider; None if the layer has
+            none.
     """
 
     layer_number: int
     rotated: tuple[Tensor, Tensor] | Tensor
     value: Tensor
+    sinks: Tensor | None = None
 
     @property
     def query(self) -> Tensor:
@@ -172,7 +177,8 @@ def choose_backend(case: Case) -> Backend[Any]:
 
 
 def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
-    return ring.attend(heads.query, heads.key, heads.value, plan, case.scores.scale)
+    parts = heads.query, heads.key, heads.value, heads.sinks
+    return ring.attend(*parts, plan, case.scores.scale)
 
 
 def _plan_ring(segments: PackedSegments, case: Case) -> ring.RingPlan:
@@ -189,7 +195,9 @@ def _by_c_file(
         use = segments.cached
         pooled = kernel_attention.PooledTokens(layer, use.stored, use.slots)
     scale, window = case.scores.scale, case.scores.window
-    return kernel_attention.attend_by_kernel(joined, key, value, pooled, plan, scale, window)
+    return kernel_attention.attend_by_kernel(
+        joined, key, value, pooled, plan, scale, window, heads.sinks
+    )
 
 
 def _plan_c_file(segments: PackedSegments, case: Case) -> kernel_attention.KernelPlan:
@@ -206,7 +214,7 @@ def _by_blocks(
     key, value = segments.gather(joined[:, :, -1], heads.value)
     key, value = segments.with_cached(heads.layer_number, key, value)
     scale, soft_cap = case.scores.scale, case.scores.soft_cap
-    return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap)
+    return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap, heads.sinks)
 
 
 def _plan_blocks(segments: PackedSegments, case: Case) -> block_attention.BlockPlan:
@@ -223,12 +231,12 @@ def _segment_keys(segments: PackedSegments) -> list[block_attention.SegmentKeys]
 
 
 _Calls = Sequence[training_attention.Block]
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""``query [n, heads, c]``, ``key`` and ``value [C + T, groups, c]``, and ``Heads.sinks``."""
 
 
-def _train_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, calls: _Calls
-) -> Tensor:
-    return training_attention.attend_by_calls(query, key, value, calls, case.scores.scale)
+def _train_on_cpu(tensors: _Tensors, segments: PackedSegments, case: Case, calls: _Calls) -> Tensor:
+    return training_attention.attend_by_calls(*tensors, calls, case.scores.scale)
 
 
 def _plan_calls(segments: PackedSegments, case: Case) -> _Calls:
@@ -237,8 +245,7 @@ def _plan_calls(segments: PackedSegments, case: Case) -> _Calls:
     return training_attention.plan_calls(segments.all_lengths, parts, chains)
 
 
-_AttendToAll = Callable[[Tensor, Tensor, Tensor, PackedSegments, Case, Plan], Tensor]
-"""``query [n, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[n, heads, c]``."""
+_AttendToAll = Callable[[_Tensors, PackedSegments, Case, Plan], Tensor]
 
 
 def _to_all_keys(
@@ -256,21 +263,21 @@ def _to_all_keys(
     def attend_to_all_keys(
         heads: Heads, segments: PackedSegments, case: Case, plan: Plan
     ) -> Tensor:
-        query, key, value = heads.query, heads.key, heads.value
+        query, key, value, sinks = heads.query, heads.key, heads.value, heads.sinks
         if segments.share is not None and case.learns:
             layout, index = segments, segments.share.gathered
             if reads_index:
                 layout, index = segments.gathered_layout
             with gathering_again(key, value, index) as (key, value):
-                return attend(query, key, value, layout, case, plan)
+                return attend((query, key, value, sinks), layout, case, plan)
         key, value = segments.gather(key, value)
         key, value = segments.with_cached(heads.layer_number, key, value)
-        return attend(query, key, value, segments, case, plan)
+        return attend((query, key, value, sinks), segments, case, plan)
 
     return attend_to_all_keys
 
 
-_AttendVarlen = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
+_AttendVarlen = Callable[[_Tensors, PackedSegments, Scores], Tensor]
 
 
 def _by_varlen(
@@ -279,9 +286,9 @@ def _by_varlen(
     """Wrap a variable-length kernel, which needs only a pack's bounds, as a ``Backend.compute``."""
 
     def attend_without_plan(
-        query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, plan: None
+        tensors: _Tensors, segments: PackedSegments, case: Case, plan: None
     ) -> Tensor:
-        return attend(query, key, value, segments, case.scores)
+        return attend(tensors, segments, case.scores)
 
     return _to_all_keys(attend_without_plan, reads_index=True)
 
@@ -313,20 +320,20 @@ def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
     return runs
 
 
-_NONE: frozenset[Feature] = frozenset()
 _WINDOWS = frozenset({Feature.WINDOW})
 _WINDOWS_AND_CAPS = frozenset({Feature.WINDOW, Feature.SOFT_CAP})
+_SINKS = frozenset({Feature.SINKS})
 
-RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring, _plan_ring)
-C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file, _plan_c_file)
+RING = Backend("ring", _WINDOWS | _SINKS, lambda case: case.uses_ring, _in_ring, _plan_ring)
+C_FILE = Backend("C file", _WINDOWS | _SINKS, _is_scored_by_c_file, _by_c_file, _plan_c_file)
 
 BACKENDS: tuple[Backend[Any], ...] = (
     RING,
     C_FILE,
-    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks, _plan_blocks),
+    Backend("CPU blocks", _WINDOWS_AND_CAPS | _SINKS, _is_scored_on_cpu, _by_blocks, _plan_blocks),
     Backend(
         "CPU training",
-        _NONE,
+        _SINKS,
         lambda case: case.device == "cpu",
         _to_all_keys(_train_on_cpu),
         _plan_calls,
@@ -340,7 +347,7 @@ BACKENDS: tuple[Backend[Any], ...] = (
     ),
     Backend(
         "torch's varlen operator",
-        _WINDOWS,
+        _WINDOWS | _SINKS,
         _runs_varlen(varlen.has_operator),
         _by_varlen(varlen.by_operator),
         _plan_nothing,
@@ -354,7 +361,7 @@ BACKENDS: tuple[Backend[Any], ...] = (
     ),
     Backend(
         "one by one",
-        _WINDOWS_AND_CAPS,
+        _WINDOWS_AND_CAPS | _SINKS,
         lambda case: True,
         _to_all_keys(one_by_one.attend),
         one_by_one.plan_masks,
@@ -378,7 +385,8 @@ def rotates_by_c_file(case: Case) -> bool:
 def scores_of(shape: ModelShape, layer_number: int) -> Scores:
     """Return how attention computes its scores in a layer, numbered from 1 to ``num_layers``."""
     window = shape.window_of(layer_number)
-    return Scores(shape.softmax_scale, window, shape.attn_logit_softcapping)
+    cap, has_sinks = shape.attn_logit_softcapping, shape.attention_sinks
+    return Scores(shape.softmax_scale, window, cap, has_sinks)
 
 
 def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
@@ -400,7 +408,10 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
     if reason is None:
         missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
         reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
-        reason += "install flash-attn >= 2.6"
+        is_installable = not shape.attention_sinks
+        reason += "install flash-attn >= 2.6" if is_installable else "install torch >= 2.11"
+    if shape.attention_sinks:
+        return f"attention runs one segment at a time, and scores are computed twice: {reason}"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
         reason += "; SDPA has no fused kernel for it either, and scores are computed twice"
     return f"attention runs one segment at a time, which is slow: {reason}"
@@ -428,6 +439,7 @@ def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
     return (
         is_grouped
         and shape.attn_logit_softcapping is None
+        and not shape.attention_sinks
         and slow_attention(shape, dtype) is not None
         and one_by_one.takes_equal_heads(dtype, shape.kv_channels)
     )

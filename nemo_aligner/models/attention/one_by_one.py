@@ -7,7 +7,7 @@ windows and soft caps in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from nemo_aligner.cpu.flash_attention import cpu_flash_attention, cpu_flash_attention_backward
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.utils.soft_cap import soft_capped_attention
+from nemo_aligner.utils.explicit_scores import explicit_attention
+from nemo_aligner.utils.sinks import join_sinks, sink_gradients
 
 if TYPE_CHECKING:
     from nemo_aligner.models.attention.backends import Case
@@ -29,9 +32,7 @@ _AMPERE, _VOLTA = 8, 7
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     segments: PackedSegments,
     case: Case,
     masks: Sequence[Tensor | None],
@@ -39,7 +40,9 @@ def attend(
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
     C is the number of cached tokens, T that of the pack's tokens. ``plan_masks`` makes ``masks``.
+    The fourth of ``tensors`` has the logits ``[heads]`` of attention sinks, or is None.
     """
+    query, key, value, sinks = tensors
     attend_segment = _choose_segment_kernel(case)
     parts = segments.queries
     queries, keys, values = (
@@ -59,7 +62,7 @@ def attend(
                 torch.cat([*(packed[number] for number in chain), last], dim=2)
                 for packed, last in ((keys, k), (values, v))
             )
-        pieces.append(attend_segment(q, k, v, mask, case.scores))
+        pieces.append(attend_segment(q, k, v, sinks, mask, case.scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -73,6 +76,7 @@ def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
         attend_segment in (_attend_by_sdpa, _attend_with_equal_heads) and case.device != "cpu"
     )
     is_plain = case.scores.window is None and case.scores.soft_cap is None
+    is_plain = is_plain and (case.device == "cpu" or not case.scores.has_sinks)
     made: dict[tuple[int, int], Tensor] = {}
     masks: list[Tensor | None] = []
     for part in segments.queries:
@@ -89,7 +93,8 @@ def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
     return masks
 
 
-_AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
+_AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Scores], Tensor]
+"""Queries, keys, values, sinks, mask and ``Scores`` of a segment -> its output."""
 _BLOCK_SCORES = 2**26  # 256 MiB of fp32
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -100,29 +105,40 @@ def _choose_segment_kernel(case: Case) -> _AttendSegment:
     The comment at ``takes_equal_heads`` lists what SDPA's kernels support.
     """
     is_on_cpu = case.device == "cpu"
-    if case.scores.soft_cap is not None:
+    if is_on_cpu and case.scores.soft_cap is None:
+        return _attend_with_sinks if case.scores.has_sinks else _attend_by_sdpa
+    if case.scores.soft_cap is not None or case.scores.has_sinks:
         return (
             _recompute_scores
             if is_on_cpu
             else partial(_attend_in_blocks, _attend_by_explicit_scores)
         )
-    if is_on_cpu:
-        return _attend_by_sdpa
     if not takes_equal_heads(case.dtype, case.channels):
         return partial(_attend_in_blocks, _attend_by_sdpa)
     return _attend_by_sdpa if case.query_heads == case.key_heads else _attend_with_equal_heads
 
 
 def _attend_by_explicit_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    scores: Scores,
 ) -> Tensor:
     assert mask is not None
-    assert scores.soft_cap is not None
-    return soft_capped_attention(query, key, value, mask, scores.scale, scores.soft_cap)
+    if sinks is not None:
+        sinks = sinks.view(1, key.size(1), -1, 1, 1)
+    return explicit_attention(query, key, value, mask, scores.scale, scores.soft_cap, sinks)
 
 
 def _attend_by_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    scores: Scores,
 ) -> Tensor:
     # cuDNN's kernel is left out: it gave wrong gradients for lengths that an earlier pack also had
     # (torch 2.11, H200), probably from a plan that it had cached for other strides.
@@ -139,7 +155,12 @@ def _attend_by_sdpa(
 
 
 def _attend_with_equal_heads(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    scores: Scores,
 ) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
 
@@ -148,13 +169,80 @@ def _attend_with_equal_heads(
     """
     per_group = query.size(1) // key.size(1)
     key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
-    return _attend_by_sdpa(query, key, value, mask, scores)
+    return _attend_by_sdpa(query, key, value, sinks, mask, scores)
 
 
 def _recompute_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    scores: Scores,
 ) -> Tensor:
-    return _checkpointed(_attend_by_explicit_scores, query, key, value, mask, scores)
+    return _checkpointed(_attend_by_explicit_scores, query, key, value, sinks, mask, scores)
+
+
+def _attend_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    return _WithSinks.apply(query, key, value, sinks, mask, scores.scale)
+
+
+class _WithSinks(Function):
+    """Attention of a segment with sinks on a CPU; ``utils/sinks.py`` derives the backward pass.
+
+    It calls torch's flash attention, which saves no scores, with the heads in the layout of
+    ``training_attention.as_heads``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        groups = key.size(1)
+        q, k, v = _by_repeats(groups, query, key, value)
+        out, lse = cpu_flash_attention(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+        join_sinks(out, lse, sinks.view(groups, -1).t().unsqueeze(-1))
+        ctx.save_for_backward(query, key, value, sinks, mask, out, lse)
+        ctx.scale = scale
+        return out.transpose(0, 1).flatten(0, 1).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, sinks, mask, out, lse = ctx.saved_tensors
+        groups = key.size(1)
+        d, q, k, v = _by_repeats(groups, grads[0], query, key, value)
+        # As in training_attention.py: torch's backward pass is slower in 16 bits.
+        d, q, k, v, o = (x.to(lse.dtype) for x in (d, q, k, v, out))
+        options = {"attn_mask": mask, "scale": ctx.scale}
+        to_query, to_key, to_value = cpu_flash_attention_backward(
+            d, q, k, v, o, lse, 0.0, mask is None, **options
+        )
+        to_query = to_query.transpose(0, 1).reshape(query.shape).to(query.dtype)
+        to_key, to_value = (x.sum(0, keepdim=True).to(key.dtype) for x in (to_key, to_value))
+        by_query = sink_gradients(d, o, lse, sinks.view(groups, -1).t().unsqueeze(-1))
+        return to_query, to_key, to_value, by_query.sum(-1).t().flatten(), None, None
+
+
+def _by_repeats(groups: int, *heads: Tensor) -> Iterator[Tensor]:
+    """Yield ``[1, heads, n, c]`` as ``[repeats, groups, n, c]``; keys and values are expanded."""
+    repeats = max(x.size(1) for x in heads) // groups
+    for x in heads:
+        is_key = x.size(1) == groups
+        by_group = x.transpose(0, 1) if is_key else x.unflatten(1, (groups, -1)).squeeze(0)
+        yield by_group.transpose(0, 1).expand(repeats, -1, -1, -1)
 
 
 def _attend_in_blocks(
@@ -162,6 +250,7 @@ def _attend_in_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     mask: Tensor | None,
     scores: Scores,
 ) -> Tensor:
@@ -174,7 +263,8 @@ def _attend_in_blocks(
     rows = max(1, _BLOCK_SCORES // (query.size(1) * key.size(2)))
     parts = zip(query.split(rows, dim=2), mask.split(rows), strict=True)
     return torch.cat(
-        [_checkpointed(attend, part, key, value, sees, scores) for part, sees in parts], dim=2
+        [_checkpointed(attend, part, key, value, sinks, sees, scores) for part, sees in parts],
+        dim=2,
     )
 
 
@@ -200,13 +290,15 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
 
 
 def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
-    """Make a mask ``[queries, keys]``: bool on a CPU or with a soft cap, else float, to be added.
+    """Make a mask ``[queries, keys]``: bool for SDPA on a CPU and for explicit scores, else float.
+
+    A float mask is added to the scores.
 
     From a bool mask SDPA would make a float mask again in each layer, and save it for the backward
     pass. The rows' stride is a multiple of 16, or the memory-efficient kernel would copy the mask.
     """
     sees = _visibility_mask(queries, keys, case.scores.window, device)
-    if case.device == "cpu" or case.scores.soft_cap is not None:
+    if case.scores.soft_cap is not None or (case.device == "cpu") != case.scores.has_sinks:
         return sees
     apart = -(-keys // 16) * 16
     added = torch.full((queries, apart), -torch.inf, dtype=case.dtype, device=device)

@@ -11,8 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_aligner.config.model import ContextExchange
@@ -52,6 +55,8 @@ class PackedAttention(MegatronModule):
     Attributes:
         norms_after_rope: the layer passes the norms of queries and keys, because they come after
             RoPE.
+        softmax_offset: logits ``[heads]`` of the attention sinks of this rank's query heads, by
+            megatron-core's name; None if the model has none.
     """
 
     def __init__(
@@ -64,6 +69,13 @@ class PackedAttention(MegatronModule):
         self.norms_after_rope = shape.qk_layernorm and shape.qk_norm_after_rope
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self.register_parameter("softmax_offset", None)
+        if shape.attention_sinks:
+            kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            heads = shape.num_attention_heads // self._group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **kind))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     @property
     def has_kernel(self) -> bool:
@@ -103,7 +115,7 @@ class PackedAttention(MegatronModule):
         if context.query_scale is not None:
             query = query * context.query_scale
         case = self._case(query, query.size(1), key.size(1), context.segments)
-        return self._attend(Heads(self.layer_number, (query, key), value), context, case)
+        return self._attend((query, key), value, context, case)
 
     def infer_on_cpu(
         self, joined: Tensor, value: Tensor, context: PackContext, norms: Norms | None = None
@@ -127,7 +139,7 @@ class PackedAttention(MegatronModule):
             joined = norm_joined(joined, norms)
         if context.query_scale is not None:
             joined[:, :, :-1] *= context.query_scale[..., None]
-        return self._attend(Heads(self.layer_number, joined, value), context, case)
+        return self._attend(joined, value, context, case)
 
     def infer_on_gpu(
         self, joined: Tensor, value: Tensor, context: PackContext, norms: Norms | None = None
@@ -158,7 +170,17 @@ class PackedAttention(MegatronModule):
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
         return Case(*kind, scores, is_learning, uses_ring)
 
-    def _attend(self, heads: Heads, context: PackContext, case: Case) -> Tensor:
+    def _attend(
+        self,
+        rotated: tuple[Tensor, Tensor] | Tensor,
+        value: Tensor,
+        context: PackContext,
+        case: Case,
+    ) -> Tensor:
+        sinks: Tensor | None = self.softmax_offset
+        if sinks is not None:
+            sinks = sinks.to(torch.promote_types(sinks.dtype, torch.float32))
+        heads = Heads(self.layer_number, rotated, value, sinks)
         return self._select_rows(
             choose_backend(case).attend(heads, context.segments, case), context
         )
@@ -169,6 +191,21 @@ class PackedAttention(MegatronModule):
         ``LastTokenAttention`` overrides this method to return only the rows that the head reads.
         """
         return attended.flatten(1).unsqueeze(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.softmax_offset is None:
+            return entries
+        return entries | make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 class LastTokenAttention(PackedAttention):

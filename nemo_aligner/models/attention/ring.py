@@ -25,27 +25,41 @@ from nemo_aligner.cpu.training_attention import Block, add_block, add_gradients,
 from nemo_aligner.models.attention.segments import PackedSegments, queries_of
 from nemo_aligner.models.internals import gpu_flash_attention, gpu_flash_attention_backward
 from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.sinks import join_sinks, sink_gradients
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    plan: RingPlan,
+    scale: float | None,
 ) -> Tensor:
     """Attend this rank's ``query [n, heads, c]`` to the keys of all ranks -> ``[n, heads, c]``.
 
     Args:
         key, value: ``[n, groups, c]`` of the same tokens; RoPE is already applied to queries and
             keys.
+        sinks: logits ``[heads]`` of attention sinks; None if there are none. They join the softmax
+            once, when the results for all ranks' keys are merged.
         plan: the pack's plan from ``plan_ring``.
         scale: factor of the scores; None is ``c ** -0.5``.
     """
-    attended: Tensor = _Ring.apply(query, key, value, plan, scale)
+    attended: Tensor = _Ring.apply(query, key, value, sinks, plan, scale)
     return attended
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: RingPlan,
+        scale: float | None,
     ) -> Tensor:
         query, local = query.contiguous(), torch.stack([key, value])
         precise = torch.promote_types(query.dtype, torch.float32)
@@ -54,14 +68,16 @@ class _Ring(Function):
         add = _add_on_cpu if query.is_cpu else _add_on_gpu
         for number, arrived in _pass_around(local):
             add(plan[number], (query, *arrived), out, lse, scale)
+        if sinks is not None:
+            join_sinks(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, local, out, lse)
+        ctx.save_for_backward(query, local, sinks, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, local, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, local, sinks, out, lse = ctx.saved_tensors
         to_query = torch.zeros_like(query, dtype=lse.dtype)
         grad = grads[0].contiguous()
         add = _add_gradients_on_cpu if query.is_cpu else _add_gradients_on_gpu
@@ -81,7 +97,8 @@ class _Ring(Function):
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
-        return to_query.to(query.dtype), to_key, to_value, None, None
+        to_sinks = None if sinks is None else sink_gradients(grad, out, lse, sinks).sum(0)
+        return to_query.to(query.dtype), to_key, to_value, to_sinks, None, None
 
 
 # Communication around the ring.

@@ -363,11 +363,14 @@ class Scores:
         scale: factor; None is ``c ** -0.5``, with c channels of a head.
         window: keys that a query sees, its own included; None is all before it.
         soft_cap: cap of ``cap * tanh(score / cap)`` (Gemma 2, Gemma Team 2024); None is no cap.
+        has_sinks: a learned logit of each query head joins the softmax, and its probability is
+            dropped (gpt-oss, OpenAI 2025; see ``utils/sinks.py``).
     """
 
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 # The pool of keys and values that outlive their pack, for prefixes of later packs.

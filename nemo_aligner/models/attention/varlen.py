@@ -2,7 +2,7 @@
 
 torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on. Both
 have windows from 2.11 on, and the function takes grouped heads from 2.12 on. The package flash-attn
-supports windows and soft caps from its version 2.6 on.
+supports windows and soft caps from its version 2.6 on. Only the operator supports attention sinks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.models.internals import gpu_flash_attention
+from nemo_aligner.models.internals import gpu_flash_attention, gpu_flash_attention_backward
+from nemo_aligner.utils.sinks import join_sinks, sink_gradients
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys and values, and the logits ``[heads]`` of attention sinks or None."""
 
 _LARGEST_HEAD = 256
 _AMPERE = (8, 0)
@@ -65,15 +70,15 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def by_public_function(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
+def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's public function, which supports grouped heads from torch 2.12 on.
 
-    ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]`` each, with the
-    C cached tokens first. The result is ``[n, heads, c]``.
+    Of ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
+    each, with the C cached tokens first; sinks must be None. The result is ``[n, heads, c]``.
     """
     from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value, _ = tensors
 
     return varlen_attn(  # type: ignore[return-value]
         *packed_arguments(query, key, value, segments, scores),
@@ -83,36 +88,77 @@ def by_public_function(
     )
 
 
-def by_operator(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
+def by_operator(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
 
-    Arguments and result are those of ``by_public_function``.
+    It is also used for attention sinks: torch's public function does not let its backward pass use
+    another log-sum-exp. Arguments and result are those of ``by_public_function``.
     """
-    windows: dict[str, Any] = {}
+    query, key, value, sinks = tensors
+    arguments = packed_arguments(query, key, value, segments, scores)
+    options: dict[str, Any] = {"scale": scores.scale}
     if scores.window is not None:
         keys_before, keys_after = _window(scores)
-        windows = {"window_size_left": keys_before, "window_size_right": keys_after}
+        options |= {"window_size_left": keys_before, "window_size_right": keys_after}
+    is_causal = scores.window is None
+    if sinks is not None:
+        return _WithSinks.apply(*arguments[:3], sinks, arguments[3:], is_causal, options)
+    return _call_operator(arguments, is_causal, options)[0]
+
+
+def _call_operator(
+    arguments: tuple[Any, ...], is_causal: bool, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the operator's outputs, of which the first two are output and log-sum-exp."""
     return gpu_flash_attention(
-        *packed_arguments(query, key, value, segments, scores),
-        dropout_p=0.0,
-        is_causal=scores.window is None,
-        return_debug_mask=False,
-        scale=scores.scale,
-        **windows,
-    )[0]
+        *arguments, dropout_p=0.0, is_causal=is_causal, return_debug_mask=False, **options
+    )
 
 
-def by_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
+class _WithSinks(Function):
+    """``by_operator`` with attention sinks; ``utils/sinks.py`` derives the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        bounds: tuple[Any, ...],
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        out, lse, *_ = _call_operator((query, key, value, *bounds), is_causal, options)
+        # The kernel's log-sum-exp is [heads, n], and its backward pass wants it contiguous.
+        lse = lse.contiguous()
+        out = out.contiguous()
+        join_sinks(out.transpose(0, 1), lse, sinks[:, None])
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.call = bounds, is_causal, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        (bounds, is_causal, options), grad = ctx.call, grads[0].contiguous()
+        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout is off
+        gradients = gpu_flash_attention_backward(
+            grad, query, key, value, out, lse, *bounds, 0.0, is_causal, no_seed, no_seed, **options
+        )
+        by_head = grad.transpose(0, 1), out.transpose(0, 1)
+        to_sinks = sink_gradients(*by_head, lse, sinks[:, None]).sum(1)
+        return *gradients, to_sinks, None, None, None
+
+
+def by_flash_attn(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by the package flash-attn, which supports windows and soft caps.
 
     Arguments and result are those of ``by_public_function``.
     """
     attend = _flash_attn()
     assert attend is not None
+    query, key, value, _ = tensors
     return attend(
         *packed_arguments(query, key, value, segments, scores),
         softmax_scale=scores.scale,

@@ -38,6 +38,18 @@ def gated_gelu(x: Tensor) -> Tensor:
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
+def quick_gated_gelu(x: Tensor, limit: float | None) -> Tensor:
+    """Compute gpt-oss' ``(up + 1) * gate * sigmoid(1.702 * gate)``: ``[..., 2 f] -> [..., f]``.
+
+    Only ``x``, which is the gate and then ``up``, is saved for the backward pass.
+
+    Args:
+        limit: the gate is at most ``limit``, and ``up`` from ``-limit`` to ``limit``; None is no
+            limit.
+    """
+    return _QuickGated.apply(x, torch.inf if limit is None else limit)
+
+
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_gated: bool = True) -> Tensor:
     """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
@@ -153,6 +165,44 @@ class _Gated(Function):
         torch.mul(grad, linear, out=scratch)
         ctx.derivative(scratch, gate, grad_input=to_gate)
         return out, None, None
+
+
+_QUICK_ALPHA = 1.702
+
+
+class _QuickGated(Function):
+    """Autograd function for ``quick_gated_gelu``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        # The rows of the sigmoid's input are not adjacent. If they were, torch would compute them
+        # as one long row, and a row's last elements by another exponential than in other packs.
+        scaled = torch.empty_like(x).chunk(2, dim=-1)[0]
+        factor = torch.mul(gate, _QUICK_ALPHA, out=scaled).sigmoid()
+        return gate.mul_(factor).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,), (grad,), limit = ctx.saved_tensors, grads, ctx.limit
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        to_gate, to_up = out.chunk(2, dim=-1)
+        scratch = gate.clamp(max=limit)
+        torch.mul(scratch, _QUICK_ALPHA, out=to_gate)
+        factor = to_gate.sigmoid()
+        torch.mul(scratch, factor, out=to_up).mul_(grad)
+        # The derivative of gate * sigmoid(a gate) is factor * (1 + a gate * (1 - factor)).
+        torch.neg(factor, out=scratch).add_(1)
+        to_gate.mul_(scratch).add_(1).mul_(factor).mul_(grad)
+        to_gate.mul_(torch.clamp(up, -limit, limit, out=scratch).add_(1))
+        to_gate.masked_fill_(gate > limit, 0.0)
+        torch.abs(up, out=scratch)
+        to_up.masked_fill_(scratch > limit, 0.0)
+        return out, None
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ _NAMED_LATER = {
     "linear_bias": False,
     "parallel_residual": False,
     "one_norm_per_layer": False,
+    "attention_sinks": False,
+    "proj_bias": False,
 }
 # The same for the fields of ``ExpertShape``.
 _NAMED_LATER_OF_EXPERTS = {
@@ -55,6 +57,9 @@ _NAMED_LATER_OF_EXPERTS = {
     "num_groups": 1,
     "group_topk": 1,
     "scaling_factor": 1.0,
+    "has_biases": False,
+    "router_bias": False,
+    "clamp_value": None,
 }
 
 
@@ -63,9 +68,10 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's activation: ``swiglu`` or ``geglu`` (with tanh GELU); or, without a
-            gate, ``squared-relu``, ``gelu``, ``gelu-tanh`` (GELU's tanh approximation), or
-            ``xielu``, which has two learned parameters in each layer.
+        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or, only of
+            experts, ``quick-geglu``; or, without a gate, ``squared-relu``, ``gelu``, ``gelu-tanh``
+            (GELU's tanh approximation), or ``xielu``, which has two learned parameters in each
+            layer.
         normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
             same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
@@ -112,6 +118,9 @@ class ModelShape:
         latent_attention: sizes of multi-head latent attention, which all layers then have;
             ``kv_channels`` and ``rotary_percentage`` are those of its queries and keys. None for
             other attention.
+        attention_sinks: each query head has a learned logit that joins the softmax over its scores,
+            and whose probability is dropped.
+        proj_bias: attention's output projection has a bias.
     """
 
     num_layers: int
@@ -163,6 +172,8 @@ class ModelShape:
     one_norm_per_layer: bool = False
     moe_layer_freq: tuple[int, ...] | None = None
     latent_attention: LatentAttentionShape | None = None
+    attention_sinks: bool = False
+    proj_bias: bool = False
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -385,6 +396,7 @@ class ModelShape:
                 replicated += 2
             return split + mlp, norms + replicated
         *parts, routers = self.experts.parameters(self.hidden_size, self._mlp_matrices)
+        routers += self.experts.output_biases(self.hidden_size)
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
@@ -395,7 +407,9 @@ class ModelShape:
             return self.latent_attention.parameters(self.hidden_size)
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
-        return self._attention_parameters() + self.qkv_bias * biases, norms
+        sinks = self.attention_sinks * self.num_attention_heads
+        split = self._attention_parameters() + self.qkv_bias * biases + sinks
+        return split, norms + self.proj_bias * self.hidden_size
 
     def qk_norm_widths(self) -> tuple[int, int]:
         """Return how many channels a norm of queries and one of keys has, over all TP ranks."""

@@ -25,6 +25,12 @@ SCORE_FUNCTION, EXPERT_BIAS = "moe_router_score_function", "moe_router_enable_ex
 GROUP_COUNT, GROUP_TOP_K = "moe_router_num_groups", "moe_router_group_topk"
 SCALING_FACTOR = "moe_router_topk_scaling_factor"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
+# megatron-core's key for the limit of an expert's two projections. The other two keys are this
+# package's: megatron-core has one for the biases of all linear layers, and none for the router's.
+CLAMP_VALUE = "activation_func_clamp_value"
+# gpt-oss' activation of experts, ``(up + 1) * gate * sigmoid(1.702 * gate)``.
+QUICK_GEGLU = "quick-geglu"
+EXPERT_LINEAR_BIAS, ROUTER_BIAS = "moe_expert_bias", "moe_router_bias"
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class ExpertShape:
         group_topk: number of groups from which a token's experts are chosen. A group counts by its
             best score, or with sigmoid scores by the sum of its two best.
         scaling_factor: factor of the weights of a token's experts.
+        has_biases: both linear layers of a routed expert have biases.
+        router_bias: the router has a bias.
+        clamp_value: limit of an expert's gate from above, and of its up projection on both sides;
+            None is no limit.
     """
 
     count: int
@@ -62,6 +72,9 @@ class ExpertShape:
     num_groups: int = 1
     group_topk: int = 1
     scaling_factor: float = 1.0
+    has_biases: bool = False
+    router_bias: bool = False
+    clamp_value: float | None = None
 
     @property
     def is_sigmoid(self) -> bool:
@@ -71,7 +84,9 @@ class ExpertShape:
     def has_plain_router(self) -> bool:
         """True if scores are a softmax and alone decide the choice and the weights of experts."""
         is_scaled = self.scaling_factor != 1
-        return not (self.is_sigmoid or self.expert_bias or self.num_groups > 1 or is_scaled)
+        is_grouped = self.num_groups > 1
+        is_biased = self.expert_bias or self.router_bias
+        return not (self.is_sigmoid or is_biased or is_grouped or is_scaled)
 
     def check_fits(self, tp: int, ep: int) -> None:
         """Check that a layout splits the experts evenly.
@@ -100,11 +115,18 @@ class ExpertShape:
 
         Returns:
             The numbers of parameters of the routed experts, of the shared expert, and of the router
-            with the shared gate. The constants of ``expert_bias`` are not parameters.
+            with the shared gate. The constants of ``expert_bias`` are not parameters,
+            and ``output_biases`` are not included.
         """
         shared = matrices * hidden_size * (self.shared_width or 0)
-        routed = matrices * hidden_size * self.width * self.count
-        return routed, shared, hidden_size * (self.count + self.shared_gate)
+        # A biased MLP has a bias for each channel that its first linear layer computes.
+        rows = matrices * hidden_size + (matrices - 1) * self.has_biases
+        routers = hidden_size * (self.count + self.shared_gate) + self.count * self.router_bias
+        return rows * self.width * self.count, shared, routers
+
+    def output_biases(self, hidden_size: int) -> int:
+        """Count the biases of the routed experts' outputs, which TP does not split."""
+        return self.count * hidden_size if self.has_biases else 0
 
     @property
     def active_width(self) -> int:
@@ -123,12 +145,14 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
         CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
             without a gate, which are not supported with experts; or ``_read_router`` raises.
     """
+    _check_activation(config)
     if not config.get(EXPERT_COUNT):
         return None
     count = count_of_config(config, EXPERT_COUNT)
     key = f"model_config.yaml: {EXPERT_TOP_K}"
     top_k = read_count(config.get(EXPERT_TOP_K), key, f"a whole number from 1 to {count}", 1, count)
-    flags = {name: config.get(name) for name in (PRE_SOFTMAX, SHARED_GATE)}
+    names = (PRE_SOFTMAX, SHARED_GATE, EXPERT_LINEAR_BIAS, ROUTER_BIAS)
+    flags = {name: config.get(name) for name in names}
     for name, value in flags.items():
         if not isinstance(value, bool | None):
             raise CheckpointError(
@@ -149,6 +173,9 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
         shared_width=None if shared is None else count_of_config(config, SHARED_WIDTH),
         shared_gate=shared is not None and bool(flags[SHARED_GATE]),
         **_read_router(config, count, top_k),
+        has_biases=bool(flags[EXPERT_LINEAR_BIAS]),
+        router_bias=bool(flags[ROUTER_BIAS]),
+        clamp_value=optional_number_of_config(config, CLAMP_VALUE),
     )
 
 
@@ -218,3 +245,16 @@ def read_expert_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
             f"{EXPERT_COUNT}={config[EXPERT_COUNT]}. Remove {EXPERT_COUNT} if the model is dense"
         )
     return marks
+
+
+def _check_activation(config: Mapping[str, Any]) -> None:
+    activation, clamp = config.get("activation"), config.get(CLAMP_VALUE)
+    has_experts = bool(config.get(EXPERT_COUNT))
+    if (activation == QUICK_GEGLU and not has_experts) or (
+        clamp is not None and activation != QUICK_GEGLU
+    ):
+        raise CheckpointError(
+            f"model_config.yaml: activation: got {shown(activation)} with {CLAMP_VALUE}="
+            f"{shown(clamp)} and {EXPERT_COUNT}={shown(config.get(EXPERT_COUNT))}. "
+            f"{QUICK_GEGLU} is supported only for experts, and only it may be clamped."
+        )

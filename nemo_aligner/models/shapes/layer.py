@@ -15,12 +15,16 @@ from nemo_aligner.config.common import (
 from nemo_aligner.models.shapes.experts import (
     EXPERT_COUNT,
     EXPERT_FREQUENCY,
+    QUICK_GEGLU,
     read_expert_layers,
     read_experts,
 )
 from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.models.shapes.linear_attention import ATTENTION_VARIANT, read_linear_attention
 from nemo_aligner.utils.errors import CheckpointError, shown
+
+# Values of megatron-core's key ``softmax_type`` without and with attention sinks.
+NO_SINKS, LEARNED_SINKS = "vanilla", "learnable"
 
 
 def read_window(value: Any) -> int | None:
@@ -64,6 +68,11 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields that describe a layer's modules."""
     normalization = config.get("normalization", "rmsnorm")
+    if config.get("proj_bias") and config.get("post_layernorms"):
+        raise CheckpointError(
+            "model_config.yaml: proj_bias: got true together with post_layernorms=true, which is "
+            "not supported. Set one of them to false."
+        )
     window = read_window(config.get("window_size"))
     return {
         "activation": _read_activation(config),
@@ -85,6 +94,8 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
         "attention_output_gate": bool(config.get("attention_output_gate")),
+        "attention_sinks": config.get("softmax_type") == LEARNED_SINKS,
+        "proj_bias": bool(config.get("proj_bias")),
         "experts": read_experts(config),
         **read_linear_attention(config),
         "qk_norm_after_rope": bool(config.get("qk_norm_after_rope")),
@@ -120,12 +131,15 @@ _SUPPORTED = {
         "gelu",
         "gelu-tanh",
         "xielu",
+        QUICK_GEGLU,
     ),
+    "softmax_type": (NO_SINKS, LEARNED_SINKS, None),
     "position_embedding_type": ("rope", "yarn", "longrope"),
     "bias": (False, True, None),
     **dict.fromkeys(
         (
             "qkv_bias",
+            "proj_bias",
             "qk_layernorm",
             "qk_layernorm_across_heads",
             "attention_output_gate",

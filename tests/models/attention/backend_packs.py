@@ -20,6 +20,8 @@ LAYER, SLOTS, VOCABULARY, LONGEST, QUERY_HEADS = 3, 100, 50, 110, 6
 # All keys; windows that end in a cached or shared prefix, before it, in no sequence; and one key.
 WINDOWS = (None, 12, 40, 71, 1)
 SOFT_CAPS = (None, 1.5)
+# Logits of attention sinks: smaller and larger than the scores, which are about 1.
+SINKS = torch.tensor([-3.0, 0.5, 4.0, 1.0, -0.5, 2.0], dtype=torch.float64)
 KEY_HEADS = ((1, None), (2, 0.5), (6, None))
 
 
@@ -78,7 +80,9 @@ def at(table: Tensor, tokens: Sequence[int]) -> Tensor:
     return table[torch.tensor(tokens), torch.arange(len(tokens))]
 
 
-def by_definition(tables: Sequence[Tensor], tokens: Sequence[int], scores: Scores) -> Tensor:
+def by_definition(
+    tables: Sequence[Tensor], tokens: Sequence[int], scores: Scores, sinks: Tensor | None = None
+) -> Tensor:
     """Attention ``[n, heads, c]`` of one sequence, by explicit scores of all its pairs."""
     query, key, value = (at(table, tokens) for table in tables)
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
@@ -88,7 +92,11 @@ def by_definition(tables: Sequence[Tensor], tokens: Sequence[int], scores: Score
     indices = torch.arange(len(tokens))
     behind = indices[:, None] - indices
     hidden = (behind < 0) | (behind >= (scores.window or len(tokens)))
-    weights = products.masked_fill(hidden, float("-inf")).softmax(-1)
+    products = products.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        ends = sinks[:, None, None].expand(-1, len(tokens), 1)
+        products = torch.cat([products, ends], dim=-1)
+    weights = products.softmax(-1)[..., : len(tokens)]
     return torch.einsum("hqk,khc->qhc", weights, value)
 
 
@@ -114,14 +122,19 @@ def rows_with_text(pack: RandomPack, batch: PackedBatch) -> Tensor:
 
 
 def expected_output(
-    pack: RandomPack, batch: PackedBatch, tables: Sequence[Tensor], scores: Scores
+    pack: RandomPack,
+    batch: PackedBatch,
+    tables: Sequence[Tensor],
+    scores: Scores,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The output ``[T, heads, c]`` of a pack by the definition; padding has zeros."""
     query = tables[0]
     output = query.new_zeros(batch.num_tokens, *query.shape[2:])
     for number, tokens in enumerate(pack.sequences):
         rows = rows_of(batch, number)
-        output = output.index_copy(0, rows, by_definition(tables, tokens, scores)[-len(rows) :])
+        attended = by_definition(tables, tokens, scores, sinks)
+        output = output.index_copy(0, rows, attended[-len(rows) :])
     return output
 
 
@@ -130,8 +143,9 @@ def cases_of(
 ) -> Iterator[Case]:
     """Yield the cases that a backend fits, each in the first of ``dtypes`` that it computes."""
     learning = (True,) if backend is RING else (True, False)
-    for learns, (key_heads, scale), window, cap in product(learning, KEY_HEADS, WINDOWS, SOFT_CAPS):
-        scores = Scores(scale, window, cap)
+    kinds = product(learning, KEY_HEADS, WINDOWS, SOFT_CAPS, (False, True))
+    for learns, (key_heads, scale), window, cap, has_sinks in kinds:
+        scores = Scores(scale, window, cap, has_sinks)
         heads = QUERY_HEADS, key_heads, channels
         with torch.set_grad_enabled(learns):
             fitting = (
@@ -163,8 +177,9 @@ def run_backend(
     """Compute a pack by a backend.
 
     Returns:
-        The output ``[T, heads, c]``, and in training the gradients of queries, keys and values, for
-        an output's gradient that is the queries themselves, and 0 of padding.
+        The output ``[T, heads, c]``, and in training the gradients of queries, keys and values, and
+        of the sinks if there are any, for an output's gradient that is the queries themselves, and
+        0 of padding.
     """
     # With an index: a rehearsal's fake GPU knows no other.
     device = torch.device(case.device, 0)
@@ -174,13 +189,18 @@ def run_backend(
         inputs[2] = torch.stack([value, torch.full_like(value, torch.nan)], dim=2)[:, :, 0]
     is_text = rows_with_text(pack, batch).to(device)
     grad = inputs[0] * is_text[:, None, None]
+    sinks = None
+    if case.scores.has_sinks:
+        sinks = SINKS.to(device, torch.promote_types(case.dtype, torch.float32))
     if case.uses_ring:
-        return attend_in_ring(3, batch, inputs, grad, case.scores)
+        return attend_in_ring(3, batch, inputs, sinks, grad, case.scores)
     pool = new_pool(pack, tables, case)
     segments = PackedSegments.of(batch.to(device), device, pool)
     with torch.set_grad_enabled(case.learns):
         query, key, value = (x.requires_grad_(case.learns) for x in inputs)
-        output = backend.attend(Heads(LAYER, (query, key), value), segments, case)
+        if sinks is not None:
+            inputs.append(sinks.requires_grad_(case.learns))
+        output = backend.attend(Heads(LAYER, (query, key), value, sinks), segments, case)
     if not case.learns:
         return [output]
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
@@ -196,12 +216,16 @@ def check_backend(
     """
     tables = draw_tables(case.key_heads, case.channels, case.dtype)
     precise = [table.double().clone().requires_grad_() for table in tables]
-    expected = expected_output(pack, batch, precise, case.scores)
+    sinks = SINKS.clone().requires_grad_() if case.scores.has_sinks else None
+    expected = expected_output(pack, batch, precise, case.scores, sinks)
     rows = batch.tokens, batch.position_ids
     grad = precise[0].detach()[rows]
     results = run_backend(backend, case, pack, batch, tables)
     compared = [(results[0].cpu().double(), expected.detach())]
-    gradients = torch.autograd.grad(expected, precise, grad) if case.learns else ()
+    leaves = precise if sinks is None else [*precise, sinks]
+    gradients = list(torch.autograd.grad(expected, leaves, grad) if case.learns else ())
+    if sinks is not None and case.learns:
+        compared.append((results.pop().cpu().double(), gradients.pop()))
     for gradient, expected_gradient in zip(results[1:], gradients, strict=True):
         added = torch.zeros_like(expected_gradient)
         added.index_put_(rows, gradient.cpu().double(), accumulate=True)

@@ -19,9 +19,17 @@ from nemo_aligner.models.attention.segments import PackedSegments, Scores
 
 
 def attend_in_ring(
-    ranks: int, batch: PackedBatch, inputs: Sequence[Tensor], grad: Tensor, scores: Scores
+    ranks: int,
+    batch: PackedBatch,
+    inputs: Sequence[Tensor],
+    sinks: Tensor | None,
+    grad: Tensor,
+    scores: Scores,
 ) -> list[Tensor]:
-    """The output of ``inputs``, query, key and value of a pack's tokens, and their gradients."""
+    """The output of ``inputs``, query, key and value of a pack's tokens, and their gradients.
+
+    The last gradient is that of the ``sinks``, if there are any.
+    """
     here = threading.local()
     queues: dict[Any, Queue[Tensor]] = {
         (rank, tag): Queue() for rank in range(ranks) for tag in range(2)
@@ -40,14 +48,19 @@ def attend_in_ring(
         rows = shared.share.rows.to(grad.device)
         fill = shared.num_tokens - batch.num_tokens
         *leaves, given = (
-            torch.cat([x, x[:1].expand(fill, -1, -1)])[rows].detach() for x in (*inputs, grad)
+            torch.cat([x, filler.expand(fill, -1, -1)])[rows].detach()
+            for x, filler in (*((x, x[:1]) for x in inputs), (grad, torch.zeros_like(grad[:1])))
         )
         leaves = [each.requires_grad_() for each in leaves]
         segments = PackedSegments.of(shared, grad.device)
         plan = ring.plan_ring(segments, scores.window)
         # Else all that is on one GPU would run in one thread.
         with torch.autograd.set_multithreading_enabled(False):
-            out = ring.attend(*leaves, plan, scores.scale)
+            if sinks is not None:
+                leaves.append(sinks.detach().clone().requires_grad_())
+            out = ring.attend(
+                *leaves[:3], leaves[3] if len(leaves) > 3 else None, plan, scores.scale
+            )
             found = [out.detach(), *torch.autograd.grad(out, leaves, given)]
         return rows, found
 
@@ -60,4 +73,6 @@ def attend_in_ring(
     ):
         shares = list(threads.map(of_rank, range(ranks)))
     rows = torch.cat([own for own, _ in shares]).argsort()[: batch.num_tokens]
-    return [torch.cat(parts)[rows] for parts in zip(*(found for _, found in shares), strict=True)]
+    of_ranks = [found for _, found in shares]
+    to_sinks = [] if sinks is None else [sum(found.pop() for found in of_ranks)]
+    return [*(torch.cat(parts)[rows] for parts in zip(*of_ranks, strict=True)), *to_sinks]

@@ -107,6 +107,24 @@ def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatc
         assert called == [wanted] * (wanted is not None), torch_version
 
 
+def test_sinks_are_computed_by_torch_s_operator_or_by_explicit_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """flash-attn does not let its backward pass use another log-sum-exp."""
+    shape = replace(PLAIN, attention_sinks=True, window_size=3)
+    for names, expected in (
+        (("window_size", "scale", "enable_gqa"), "torch's varlen operator"),
+        (("is_causal",), "one by one"),
+    ):
+        parameters(monkeypatch, *names)
+        case = Case("cuda", BF16, 2, 2, 8, Scores(0.5, 3, has_sinks=True), learns=True)
+        assert choose_backend(case).name == expected
+        reason = slow_attention(shape, BF16)
+        assert (reason is None) == (expected != "one by one")
+    assert "no kernel for sliding windows: install torch >= 2.11" in str(reason)
+    assert not copies_keys(shape, torch.float32)
+
+
 def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
@@ -218,7 +236,7 @@ def attend_as_on_a_gpu(
             patched.setattr(one_by_one, "_BLOCK_SCORES", 6 * 136 * 7)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             masks = one_by_one.plan_masks(segments, case)
-            out = one_by_one.attend(*inputs, segments, case, masks)
+            out = one_by_one.attend((*inputs, None), segments, case, masks)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     return chosen, kept[0], [out, *gradients]
 

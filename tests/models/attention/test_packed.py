@@ -72,9 +72,10 @@ def attended(
     kind = "cpu", query.dtype, query.size(1), key.size(1), query.size(2)
     case = Case(*kind, scores, learns)
     segments = PackedSegments.of(batch, "cpu")
+    sinks = torch.linspace(-2, 3, query.size(1)) if scores.has_sinks else None
     with torch.set_grad_enabled(learns):
         assert backend.fits(case)
-        return backend.attend(Heads(LAYER, (query, key), value), segments, case)
+        return backend.attend(Heads(LAYER, (query, key), value, sinks), segments, case)
 
 
 def test_pack_keeps_a_nan_in_its_sequence() -> None:
@@ -138,6 +139,8 @@ ALL_SCORES = [
     Scores(None, 1),
     Scores(0.4, 70, 2.0),
     Scores(None, None, 2.0),
+    Scores(has_sinks=True),
+    Scores(0.4, 40, has_sinks=True),
 ]
 # Of several sequences with these tokens' numbers as their tokens; and a longer and a shorter one.
 OTHERS = [[*range(TOKENS, 2 * TOKENS)], [*range(TOKENS, TOKENS + 3)]]
@@ -187,7 +190,7 @@ def test_blocks_give_a_token_the_same_bits_in_any_company(dtype: torch.dtype) ->
 
 @needs_compiler
 def test_kernel_gives_a_token_the_same_bits_in_any_company_and_those_of_the_definition() -> None:
-    for scores in (Scores(), Scores(0.4, 40), Scores(None, 1)):
+    for scores in (Scores(), Scores(0.4, 40), Scores(None, 1), Scores(0.4, 40, has_sinks=True)):
         for heads in ((4, 4), (6, 2), (16, 1)):
             tables = check_any_company(scores, torch.float32, heads, C_FILE)
             batch = PackedBatch.pack([[5], [*range(TOKENS)]])

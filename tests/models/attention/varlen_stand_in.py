@@ -24,14 +24,15 @@ def attend_by_bounds(
     scale: float | None,
     window: tuple[int, int],
     soft_cap: float = 0.0,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence as FlashAttention 2 does: the last query is at the last key.
 
-    ``window`` counts the visible keys before a query's own position, -1 for all, and after it.
+    ``window`` counts the visible keys before a query's own position, -1 for all, and after it. The
+    second result is the log-sum-exp ``[heads, n]``.
     """
     assert window[1] == 0
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-    outputs = []
+    outputs, sums = [], []
     bounds = zip(pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist()), strict=True)
     for (start, end), (first, last) in bounds:
         queries, keys = end - start, last - first
@@ -43,9 +44,11 @@ def attend_by_bounds(
             products = soft_cap * torch.tanh(products / soft_cap)
         behind = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
         hidden = (behind < 0) | ((behind > window[0]) & (window[0] >= 0))
-        weights = products.masked_fill(hidden, -torch.inf).softmax(-1)
+        products = products.masked_fill(hidden, -torch.inf)
+        weights = products.softmax(-1)
+        sums.append(products.logsumexp(-1))
         outputs.append(torch.einsum("hqk,khc->qhc", weights, value[first:last]))
-    return torch.cat(outputs)
+    return torch.cat(outputs), torch.cat(sums, dim=1)
 
 
 def _operator(
@@ -56,17 +59,52 @@ def _operator(
     scale: float | None,
     window_size_left: int = -1,
     window_size_right: int | None = None,
-) -> tuple[Tensor]:
+) -> tuple[Tensor, Tensor]:
     # A window's right side is what makes it causal.
     assert is_causal == (window_size_right is None)
-    return (attend_by_bounds(*arguments, scale=scale, window=(window_size_left, 0)),)
+    return attend_by_bounds(*arguments, scale=scale, window=(window_size_left, 0))
+
+
+def _operator_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout_p: float,
+    is_causal: bool,
+    *seeds: Tensor,
+    scale: float | None,
+    window_size_left: int = -1,
+    window_size_right: int | None = None,
+) -> list[Tensor]:
+    """Compute gradients by the ``lse [heads, n]`` that it gets, like the kernel."""
+    assert is_causal == (window_size_right is None)
+    assert lse.is_contiguous()
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        arguments = *leaves, query_bounds, key_bounds, max_queries, max_keys
+        plain, sums = attend_by_bounds(*arguments, scale=scale, window=(window_size_left, 0))
+        # The kernel computes P = exp(score - lse) and dscore = P * (dP - grad . out). Here the
+        # plain weights are P / factor, and their own dscore subtracts grad . plain instead.
+        factor = torch.exp(sums.detach() - lse)
+        delta = (grad * out).sum(-1).t()
+        surplus = ((grad * plain).sum(-1).t() - delta) * factor
+        to_plain = grad * factor.t()[..., None]
+        loss = (plain * to_plain).sum() + (sums * surplus.detach()).sum()
+        return list(torch.autograd.grad(loss, leaves))
 
 
 def _varlen_attn(
     *arguments: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool
 ) -> Tensor:
     assert enable_gqa == (arguments[0].size(1) != arguments[1].size(1))
-    return attend_by_bounds(*arguments, scale=scale, window=window_size)
+    return attend_by_bounds(*arguments, scale=scale, window=window_size)[0]
 
 
 def flash_attn_varlen_func(
@@ -77,11 +115,13 @@ def flash_attn_varlen_func(
     softcap: float,
 ) -> Tensor:
     assert causal
-    return attend_by_bounds(*arguments, scale=softmax_scale, window=window_size, soft_cap=softcap)
+    options = {"scale": softmax_scale, "window": window_size, "soft_cap": softcap}
+    return attend_by_bounds(*arguments, **options)[0]
 
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the three varlen backends call the stand-in."""
     monkeypatch.setattr(varlen, "gpu_flash_attention", _operator)
+    monkeypatch.setattr(varlen, "gpu_flash_attention_backward", _operator_backward)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_attn)
     monkeypatch.setattr(varlen, "_flash_attn", lambda: flash_attn_varlen_func)

@@ -309,7 +309,7 @@ def attention(watch: Watch) -> Found:
             output, *gradients = run_backend(backend, case, pack, batch, tables)
             assert output.shape == (batch.num_tokens, case.query_heads, case.channels)
             assert output.dtype is case.dtype
-            assert len(gradients) == 3 * case.learns
+            assert len(gradients) == (3 + case.scores.has_sinks) * case.learns
         cases_by_backend[backend.name] = len(cases)
     return {"cases": cases_by_backend}
 

@@ -57,8 +57,24 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 896,
     "moe_shared_expert_gate": True,
 }
+GPT_OSS = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 448,
+    "activation": "quick-geglu",
+    "activation_func_clamp_value": 7.0,
+    "moe_expert_bias": True,
+    "moe_router_bias": True,
+    "qkv_bias": True,
+    "proj_bias": True,
+    "softmax_type": "learnable",
+    "window_size": 32,
+    "window_pattern": "alternate",
+}
 # Scoring needs the number of rows of each expert, which a fake GPU cannot know.
 MIXTURES = {
+    "gpt-oss": steps(shape=GPT_OSS, scored=False),
+    "gpt-oss, tp2": steps({"tp": 2}, GPT_OSS, scored=False),
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
 }

@@ -81,7 +81,7 @@ def test_rewards_have_the_same_bits_in_any_company(
     "case",
     [
         "smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4",
-        "qwen2_moe", "glm4_moe", "llama_dynamic", "phi3_longrope",
+        "qwen2_moe", "glm4_moe", "gpt_oss", "llama_dynamic", "phi3_longrope",
     ],
 )  # fmt: skip
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
@@ -143,7 +143,7 @@ def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
     tmp_path: Path,
 ) -> None:
     """With expert parallelism, matmuls have rows from the samples of both ranks."""
-    cases = {case: of_family(tmp_path, case) for case in ("qwen3_moe", "glm4_moe")}
+    cases = {case: of_family(tmp_path, case) for case in ("qwen3_moe", "glm4_moe", "gpt_oss")}
     layouts = ("EP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script(SCRIPT, *arguments, processes=2)

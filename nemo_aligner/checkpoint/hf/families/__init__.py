@@ -38,6 +38,7 @@ from nemo_aligner.checkpoint.hf.families.deepseek import (
 from nemo_aligner.checkpoint.hf.families.ernie import ERNIE4_5_MOE
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.gpt_oss import GPT_OSS
 from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
 from nemo_aligner.checkpoint.hf.families.llama import (
     ARCEE,
@@ -112,6 +113,7 @@ _BUILT_IN = (
     ERNIE4_5_MOE,
     QWEN3_5_MOE,
     QWEN3_NEXT,
+    GPT_OSS,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -438,6 +438,8 @@ PLAIN: Mapping[str, Any] = {
     "one_norm_per_layer": False,
     "moe_layer_freq": None,
     "latent_attention": None,
+    "attention_sinks": False,
+    "proj_bias": False,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

@@ -157,6 +157,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("deepseek_v2", {**LATENT_SIZES["deepseek_v2"], "norm_topk_prob": True}, "norm_topk_prob: got"),
     ("deepseek_v2", {**KEYS}, "num_experts_per_tok: got None"),
     ("glm4_moe_lite", {**KEYS, "mlp_layer_types": ["dense"]}, r"mlp_layer_types: got \['dense'\]"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias: got False, which is not supported"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha: got 1.5, which is not supported"),
+    ("gpt_oss", {"num_experts_per_tok": 129}, "num_experts_per_tok: got 129, .* at most 128"),
     ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     ("ernie4_5", {"use_bias": True}, "use_bias: got True, which is not supported"),
     ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: got False, which is not supported"),
@@ -194,6 +197,8 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("cohere2", {"no_rope_freq": None}, "no_rope_freq: got None, but in a Cohere 2 exactly"),
     ("deepseek_v3", {"latent_layernorm_epsilon": 1e-5}, "latent_layernorm_epsilon: got 1e-05, but"),
     ("deepseek_v2", {"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq=.*does not belong to the"),
+    ("gpt_oss", {"proj_bias": False}, "attention_sinks=True, which does not belong to any family"),
+    ("gpt_oss", {"ffn_hidden_size": 48}, "got 40, but ffn_hidden_size is 48"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 

@@ -1,4 +1,4 @@
-"""Attention with logit soft-capping (Gemma Team 2024, "Gemma 2"), in plain torch on any device."""
+"""Attention by explicit scores, with soft caps or sinks, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 
-def soft_capped_attention(
+def explicit_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor,
     scale: float | None,
-    soft_cap: float,
+    soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of ``query [1, heads, n, c]`` to ``key`` and ``value [1, groups, m, c]``.
 
@@ -21,7 +22,10 @@ def soft_capped_attention(
     Args:
         mask: ``[n, m]`` bool, True where a query may attend to a key.
         scale: factor of the scores; None means ``c ** -0.5``.
-        soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)``.
+        soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma Team 2024, "Gemma
+            2"); None is no cap.
+        sinks: logits that join the softmax, in a shape that broadcasts to ``[1, groups, heads /
+            groups, n, 1]``; see ``utils/sinks.py``. None is no sinks.
 
     Returns:
         ``[1, heads, n, c]`` in the dtype of ``value``.
@@ -32,6 +36,12 @@ def soft_capped_attention(
     grouped = query.unflatten(1, (key.size(1), -1))
     scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    capped = soft_cap * torch.tanh(scores / soft_cap)
-    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        ends = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, ends], dim=-1).softmax(-1)[..., :-1]
     return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
