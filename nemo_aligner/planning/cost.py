@@ -519,8 +519,6 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + gathered_again
-    trained = parameters(shape, plan, stage, trainable=True)
-    experts = expert_parameters(shape, plan, stage)
     rows = 0.0 if shape.experts is None else shape.experts.top_k * states * (1 - 1 / plan.ep)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
@@ -529,12 +527,16 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         context=plan.packs.count * gathers * keys,
         expert=plan.packs.count * exchanges * rows,
         pipeline=plan.packs.count * adjacent_stages * states / split,
-        data=(
-            _reduced_elements(trained - experts, plan.replicas)
-            + _reduced_elements(experts, plan.replicas // plan.ep)
-        )
-        * (FP32_BYTES + size),
+        data=_reduced_elements_of_stage(shape, plan, stage) * (FP32_BYTES + size),
     )
+
+
+def _reduced_elements_of_stage(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """Count the elements of gradients that one rank of a stage sends to be reduced in a step."""
+    trained = parameters(shape, plan, stage, trainable=True)
+    experts = expert_parameters(shape, plan, stage)
+    dense = _reduced_elements(trained - experts, plan.replicas)
+    return dense + _reduced_elements(experts, plan.replicas // plan.ep)
 
 
 def _latent_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:

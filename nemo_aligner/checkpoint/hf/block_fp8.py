@@ -66,12 +66,12 @@ def with_dequantized(
                 f"{None if scales is None else list(scales.shape)}, wanted a matrix with a scale "
                 f"for each block of {block[0]} x {block[1]}"
             )
-        read = partial(_read, name, weight, scales, block)
+        read = partial(_read_dequantized, name, weight, scales, block)
         plain[name] = LazyTensor(weight.shape, torch.bfloat16, read)
     return plain, len(names)
 
 
-def _read(name: str, weight: LazyTensor, scales: LazyTensor, block: Block) -> Tensor:
+def _read_dequantized(name: str, weight: LazyTensor, scales: LazyTensor, block: Block) -> Tensor:
     product = dequantize(weight.read(), scales.read(), block).bfloat16()
     check_finite(product, name)
     return product

@@ -59,11 +59,13 @@ def with_dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
             )
         count, rows, groups, _ = blocks.shape
         size = (count, groups * 2 * _BYTES_OF_BLOCK, rows)
-        plain[weight] = LazyTensor(size, torch.bfloat16, partial(_read, blocks, scales, size))
+        plain[weight] = LazyTensor(
+            size, torch.bfloat16, partial(_read_dequantized, blocks, scales, size)
+        )
     return plain
 
 
-def _read(blocks: LazyTensor, scales: LazyTensor, size: tuple[int, ...]) -> Tensor:
+def _read_dequantized(blocks: LazyTensor, scales: LazyTensor, size: tuple[int, ...]) -> Tensor:
     assert blocks.read_part is not None
     weight, all_scales = torch.empty(size, dtype=torch.bfloat16), scales.read()
     for expert, matrix in enumerate(weight):

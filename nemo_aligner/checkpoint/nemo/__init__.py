@@ -5,7 +5,8 @@ The modules, in the order in which an archive is read:
 - ``archive``: ``open_nemo`` unpacks an archive once per host, checks its checksums, and yields a
   ``NemoFolder``. The same module writes archives, complete or not at all.
 - ``folder``: ``NemoFolder`` finds settings, weights, tokenizer and scoring contract in a checkpoint
-  of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM, and translates the settings.
+  of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM; ``settings`` translates their
+  settings.
 - ``load_weights``: compares the stored tensors with the model's shape, and loads them into a model,
   or offers them one at a time to conversions.
 - ``reward_model``: loads a model to train or to score, saves a reward model, takes an initial head
