@@ -106,7 +106,7 @@ def _mixer(shape: ModelShape) -> Shapes:
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
-    if shape.proj_bias:
+    if shape.proj_bias or shape.linear_bias:
         tensors["self_attention.linear_proj.bias"] = (hidden,)
     if shape.attention_sinks:
         tensors[SINKS] = (shape.num_attention_heads,)

@@ -117,6 +117,8 @@ class _QuickGeGLU(_Activation):
     The gate is clamped from above and ``up`` on both sides, if the config has a limit.
     """
 
+    is_gated = True
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.function = partial(quick_gated_gelu, limit=config.activation_func_clamp_value)
