@@ -467,9 +467,9 @@ class FileReport:
         records = [str(count), "all kept" if kept == count else f"{kept} kept"]
         if kept == count:
             del rows["dropped"]
-        sources = self.summary.sources
-        if any(sources):
-            records.append(f"from {len(sources)} sources")
+        num_sources = sum(bool(name) for name in self.summary.sources)
+        if num_sources:
+            records.append(f"from {num_sources} source{'s' * (num_sources > 1)}")
             del rows["sources"]
         rows["records"] = ", ".join(records)
         if "shared prefixes" in rows:

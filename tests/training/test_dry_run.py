@@ -79,7 +79,8 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
         ),
         (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is no folder",
         ("pretrained_checkpoint.restore_from_path=Qwen/Qwen3-0.6B", 1): (
-            "Convert a model of the Hugging Face hub first: nemo-aligner convert --input Qwen/Qwen3-0.6B"
+            "Convert a model of the Hugging Face hub first: "
+            "nemo-aligner convert --input Qwen/Qwen3-0.6B"
         ),
     }
     wrong = {}
