@@ -463,9 +463,9 @@ class FileReport:
         """
         shown = ("kept", "prompts also in training")
         rows = {name: value for name, value in self.rows() if value != 0 or name in shown}
-        count, kept = rows["records"], rows.pop("kept")
-        records = [str(count), "all kept" if kept == count else f"{kept} kept"]
-        if kept == count:
+        num_read, num_used = rows["records"], rows.pop("kept")
+        records = [str(num_read), "all kept" if num_used == num_read else f"{num_used} kept"]
+        if num_used == num_read:
             del rows["dropped"]
         num_sources = sum(bool(name) for name in self.summary.sources)
         if num_sources:
