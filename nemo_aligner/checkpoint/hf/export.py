@@ -108,7 +108,8 @@ class ExportSummary:
         outputs = self.contract.attributes
         lines = [
             f"{self.output}: {self.architecture} with the output{'s' * (len(outputs) > 1)} "
-            f"{', '.join(outputs)}, weights in {self.dtype}, safetensors files: {self.shards}, pad token {self.pad_token!r}",
+            f"{', '.join(outputs)}, weights in {self.dtype}, safetensors files: "
+            f"{self.shards}, pad token {self.pad_token!r}",
             f"checked: {self.texts} samples, in batches of one and padded; the largest difference "
             f"of a reward is {self.largest_difference:.1e}",
             f"scoring contract: {self.contract.hash}",
