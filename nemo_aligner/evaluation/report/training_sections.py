@@ -191,7 +191,7 @@ def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
             yield [f"{device} memory", *(show_bytes(peak) if peak else "" for peak in peaks)]
 
 
-# Sections on the summary, and on the inputs: data, scoring contract, settings and versions.
+# Sections on the summary, and on the inputs: data, scoring contract and settings.
 
 
 def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
