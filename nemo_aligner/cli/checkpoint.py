@@ -69,6 +69,7 @@ def run_convert(options: argparse.Namespace) -> int:
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.dtypes import torch_dtype
+    from nemo_aligner.utils.console import say
 
     dtype = None if options.dtype is None else torch_dtype(Precision(options.dtype))
     summary = convert_hf_to_nemo(
@@ -83,7 +84,7 @@ def run_convert(options: argparse.Namespace) -> int:
         step_separator=options.step_separator,
         reads=None if options.reads is None else ScoredPosition(options.reads),
     )
-    print(summary)
+    say(str(summary))
     return 0
 
 
@@ -130,6 +131,7 @@ def import_parser() -> Parser:
 def run_import(options: argparse.Namespace) -> int:
     """Write a checkpoint of NeMo or Megatron as our ``.nemo`` archive, and print a summary."""
     from nemo_aligner.checkpoint.importing import import_checkpoint
+    from nemo_aligner.utils.console import say
 
     summary = import_checkpoint(
         options.input,
@@ -140,7 +142,7 @@ def run_import(options: argparse.Namespace) -> int:
         attributes=options.attributes,
         keep_scaling=options.keep_scaling,
     )
-    print(summary)
+    say(str(summary))
     return 0
 
 
@@ -194,16 +196,20 @@ def export_parser() -> Parser:
 
 def run_export(options: argparse.Namespace) -> int:
     """Export a reward model as a Hugging Face folder, check its scores, and print the result."""
-    print(
-        export_archive(
-            options.input,
-            options.output,
-            dtype=options.dtype,
-            merge=options.merge,
-            head=options.head,
-            adapter_of=options.adapter_of,
-            max_shard_bytes=options.max_shard_size,
-            base_license=options.base_license,
+    from nemo_aligner.utils.console import say
+
+    say(
+        str(
+            export_archive(
+                options.input,
+                options.output,
+                dtype=options.dtype,
+                merge=options.merge,
+                head=options.head,
+                adapter_of=options.adapter_of,
+                max_shard_bytes=options.max_shard_size,
+                base_license=options.base_license,
+            )
         )
     )
     return 0
@@ -250,6 +256,7 @@ def merge_parser() -> Parser:
 def run_merge(options: argparse.Namespace) -> int:
     """Merge archives into one, and print a summary."""
     from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
+    from nemo_aligner.utils.console import say
     from nemo_aligner.utils.errors import ConfigError
 
     inputs, weights = options.input, options.weights
@@ -260,11 +267,11 @@ def run_merge(options: argparse.Namespace) -> int:
                 "base), and where it ended"
             )
         base, trained = inputs
-        print(extrapolate(base, trained, options.extrapolate, options.output))
+        say(extrapolate(base, trained, options.extrapolate, options.output))
         return 0
     if weights is None:
         weights = [1 / len(inputs)] * len(inputs)
-    print(merge_checkpoints(inputs, weights, options.output))
+    say(merge_checkpoints(inputs, weights, options.output))
     return 0
 
 

@@ -102,7 +102,9 @@ def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
     missing = [key for key in needed if not attrgetter(key)(config)]
     if missing:
         about = {key.name: key.about for key in list_keys(schema)}
-        raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
+        raise SettingsError(
+            [f"{key}: it is not set. Set it to the {about[key]}" for key in missing]
+        )
 
 
 def load_values(schema: type[T], values: Mapping[str, Any], location: str) -> T:

@@ -219,6 +219,10 @@ class TokenizedDataset:
         """Render a table for each file, with the numbers of records read, kept and dropped."""
         return "\n".join(report.table() for report in self.reports)
 
+    def overview(self) -> str:
+        """Render what a run prints on each file at its start, in fewer rows than ``table``."""
+        return "\n".join(report.overview() for report in self.reports)
+
 
 def check_indexes(indexes: Sequence[FileIndex], rule: MalformedRule) -> None:
     """Check that ``rule`` allows the files' malformed records, and that each file has usable ones.

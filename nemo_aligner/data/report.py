@@ -449,13 +449,38 @@ class FileReport:
     def table(self, most_malformed: int = _SHOWN, *, with_zeros: bool = False) -> str:
         """Render the report: two columns, then the first malformed records and outliers.
 
-        A run shows the table of every file, so it leaves out counts of problems that are 0, except
-        for the number of dropped records; ``data inspect`` shows them (``with_zeros``).
+        Counts of problems that are 0 are left out, except for the number of dropped records, unless
+        ``with_zeros`` is True.
         """
+        shown = ("kept", "prompts also in training")
+        rows = [row for row in self.rows() if with_zeros or row[1] != 0 or row[0] in shown]
+        return self._render(rows, most_malformed)
+
+    def overview(self) -> str:
+        """Render the report with few rows, because a run prints one for every file at its start.
+
+        Related facts share a row. Nothing that points at a problem in the data is left out.
+        """
+        shown = ("kept", "prompts also in training")
+        rows = {name: value for name, value in self.rows() if value != 0 or name in shown}
+        num_read, num_used = rows["records"], rows.pop("kept")
+        records = [str(num_read), "all kept" if num_used == num_read else f"{num_used} kept"]
+        if num_used == num_read:
+            del rows["dropped"]
+        num_sources = sum(bool(name) for name in self.summary.sources)
+        if num_sources:
+            records.append(f"from {num_sources} source{'s' * (num_sources > 1)}")
+            del rows["sources"]
+        rows["records"] = ", ".join(records)
+        if "shared prefixes" in rows:
+            total, saved = rows[self.unit], rows.pop("shared prefixes")
+            rows[self.unit] = f"{total}, shared prefixes: {saved}"
+        rows.pop(f"{self.unit} of a reply", None)
+        return self._render(list(rows.items()), _SHOWN)
+
+    def _render(self, rows: Sequence[tuple[str, object]], most_malformed: int) -> str:
         summary = self.summary
         lines = [f"{self.name}: {self.path} ({summary.format})"]
-        good_news = ("kept", "prompts also in training")
-        rows = [row for row in self.rows() if with_zeros or row[1] != 0 or row[0] in good_news]
         lines += [fit_row(f"  {name}", value, 28) for name, value in rows]
         count = self.counts.get("malformed", 0)
         lines += _indent("malformed", list_malformed(self.malformed, most_malformed, count))

@@ -58,8 +58,12 @@ class TrainingData:
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
-        """Render the tables that a run prints at its start: records and lengths of each file."""
+        """Render a table of the records and lengths of each file, for a dry run."""
         return "\n".join(dataset.table() for dataset in self.datasets)
+
+    def overview(self) -> str:
+        """Render what a run prints on each file at its start, in fewer rows than ``table``."""
+        return "\n".join(dataset.overview() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
         """Limit every validation set to ``count`` records, drawn by ``seed``; None keeps all."""

@@ -119,7 +119,7 @@ class EvalResult:
             number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
             if name == "accuracy" and self.interval is not None:
                 low, high = self.interval
-                meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
+                meaning = f"95%: {low:.4f} to {high:.4f}; {meaning}"
             lines.append(fit_row(number, meaning, len(number)).rstrip())
         lines += [*_render_positions(self.metrics), *_render_sources(self.metrics)]
         return "\n".join(lines)

@@ -186,7 +186,7 @@ class _Leader:
         door: TritonDoor | None,
     ) -> None:
         names = ", ".join(endpoint.name for endpoint in endpoints)
-        print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        print(f"Serving at {url} (pid {os.getpid()}); KServe models: {names}", flush=True)
         page = (
             "docs/protocols.md" if token is not None else f"{url}/docs"
         )  # the page is open because a browser sends no token

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from nemo_aligner.utils.errors import short
 
 _WIDTH = 80
 _INDENT = 10
+_COMMAND = re.compile(r"pip install(?: -\S+)*(?: '[^']*'| \S+)")
 
 
 def examine() -> list[Finding]:
@@ -52,7 +54,7 @@ def examine() -> list[Finding]:
 def render(findings: Sequence[Finding]) -> str:
     """Render each finding with its advice below it, then the number of each verdict.
 
-    Lines have 80 columns at most.
+    Lines have 80 columns at most, except those with a longer command.
     """
     lines = []
     for finding in findings:
@@ -65,13 +67,16 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def _wrap(text: str, first_indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
+    # A command stays on one line, so that it can be copied: NULs stand for its spaces.
+    lines = textwrap.wrap(
+        _COMMAND.sub(lambda command: command[0].replace(" ", "\0"), text),
         _WIDTH,
         initial_indent=first_indent,
         subsequent_indent=" " * (_INDENT + 3),
+        break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace("\0", " ") for line in lines]
 
 
 # The first part compares the installed packages with the requirements.

@@ -41,8 +41,8 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
     head = "" if shape.head is None else f" ({shape.head})"
     source = config.pretrained_checkpoint.load_rm_head_weights
     lines = [
-        f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
-        f"{'a new head' if head_is_new else 'its own head'}{head}, "
+        f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers of "
+        f"{shape.hidden_size}, {'a new head' if head_is_new else 'its own head'}{head}, "
         f"{config.precision.value}, {run.layout}"
     ]
     if head_is_new and source is not None:

@@ -78,7 +78,7 @@ def train(
         with waiting_for("reading and tokenizing"):
             run = prepare_run(config, layout)
         config, data = run.config, run.data
-        say(data.table())
+        say(data.overview())
         folder = open_run_folder(run, lock)
         checkpoints, patience = folder.checkpoints, folder.early_stopping
         with waiting_for("loading the model"):

@@ -192,7 +192,20 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
         pair("cat cat", "a", "who is"),
         pair("same", "same", "what"),
     ]
-    table = rows_of(build(contracts, [write(tmp_path / "a.jsonl", *rows)]).train.table())
+    train = build(contracts, [write(tmp_path / "a.jsonl", *rows)]).train
+    table, overview = rows_of(train.table()), rows_of(train.overview())
+    # A run prints fewer rows, with the same problems; the values of the others are unchanged.
+    assert overview.pop("records") == "6, 5 kept, from 2 sources"
+    assert (
+        overview.pop("tokens") == f"{table['tokens']}, shared prefixes: {table['shared prefixes']}"
+    )
+    assert set(overview) == set(table) - {
+        "records", "kept", "sources", "tokens", "shared prefixes", "tokens of a reply"
+    }  # fmt: skip
+    assert overview.items() <= table.items()
+    whole = build(contracts, [write(tmp_path / "b.jsonl", pair("cat", "no"))]).train.overview()
+    assert rows_of(whole)["records"] == "1, all kept"
+    assert "dropped" not in whole
     assert table["kept"] == "5"
     assert table["dropped"] == "1 (1 identical)"
     assert table["exact ties (dropped)"] == "1"

@@ -56,7 +56,8 @@ def test_server_answers_plain_json(server: Server) -> None:
     assert found["statistics"]["tokens_per_call"] == 256
     assert found["turn_end"] is None  # the contract has no chat template
     said = server.output()
-    assert "Serving contract, reward_model at" in said
+    assert "Serving at http" in said
+    assert "KServe models: contract, reward_model" in said
     assert f"{server.url}/docs" in said
 
 

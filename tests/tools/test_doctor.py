@@ -43,13 +43,16 @@ def test_doctor_report_fits_80_columns_and_counts() -> None:
         Finding("torch", "2.13"),
         Finding("numpy", "2.0", Verdict.missing, "pip install 'numpy<2' " + "and more " * 30),
         Finding("GPU", "none " * 40, Verdict.note),
+        Finding("[x]", "no", Verdict.note, f"for a reason: pip install -e '{'folder ' * 6}[x]'"),
     ]
     lines = render(findings).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "          torch: 2.13"
     assert lines[1] == "MISSING   numpy: 2.0"
+    command = f"pip install -e '{'folder ' * 6}[x]'"  # on one line, to copy it
+    assert [line.strip() for line in lines[-3:-1]] == ["-> for a reason:", command]
     assert lines[2].startswith("          -> pip install 'numpy<2' and more")
-    assert lines[-1] == "missing: 1, notes: 1"
+    assert lines[-1] == "missing: 1, notes: 2"
 
 
 def versions(changes: dict[str, str | None]) -> Callable[[str], str]:

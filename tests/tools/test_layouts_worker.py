@@ -44,5 +44,6 @@ def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[
     with pytest.raises(PeerError, match="the run of 2 processes failed"):
         run_world(job, 2)
     assert capfd.readouterr().err == (
-        "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+        "CheckpointError: nowhere.nemo: there is no such file or folder. Pass a .nemo file, or "
+        "the folder that it unpacks to\n"
     )

@@ -45,7 +45,7 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
         "train: ",
         "  records                   37",
         "validation-more: ",
-        "model: 0.2M parameters, 4 layers, a new head, fp32, TP=2 PP=1 DP=2",
+        "model: 0.2M parameters, 4 layers of 64, a new head, fp32, TP=2 PP=1 DP=2",
         "run: 9 steps of 8 records",
         "best checkpoint by: validation-more/accuracy",
         "estimated memory of the fullest rank: 0.00 GiB (weights 0.00, ",
@@ -79,7 +79,8 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
         ),
         (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is no folder",
         ("pretrained_checkpoint.restore_from_path=Qwen/Qwen3-0.6B", 1): (
-            "has to be converted first: nemo-aligner convert --input Qwen/Qwen3-0.6B"
+            "Convert a model of the Hugging Face hub first: "
+            "nemo-aligner convert --input Qwen/Qwen3-0.6B"
         ),
     }
     wrong = {}
@@ -182,11 +183,14 @@ def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folde
     assert not (folder / "run").exists()
     wrong = settings(folder, "pretrained_checkpoint.restore_from_path=nowhere.nemo")
     done = tiny.run_verb("train", "--dry-run", *wrong, check=False)
-    assert done.stderr == "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+    assert done.stderr == (
+        "CheckpointError: nowhere.nemo: there is no such file or folder. Pass a .nemo file, or the "
+        "folder that it unpacks to\n"
+    )
     done = tiny.run_verb("train", "model.seed=3", check=False)
     first, *keys = done.stderr.splitlines()
     assert first.startswith("SettingsError: ")
-    assert [key.partition(": it is not set, wanted ")[0].strip() for key in keys] == [
+    assert [key.partition(": it is not set. Set it to the ")[0].strip() for key in keys] == [
         "pretrained_checkpoint.restore_from_path",
         "model.data.data_prefix.train",
     ]

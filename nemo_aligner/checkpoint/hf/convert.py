@@ -101,10 +101,11 @@ class ConversionSummary:
         tied = "tied" if self.tied else "untied"
         kind, meaning = "base model", ""
         if self.contract is not None:
-            kind = f"reward model of {', '.join(self.contract.attributes)}"
+            outputs = self.contract.attributes
+            kind = f"reward model with the output{'s' * (len(outputs) > 1)} {', '.join(outputs)}"
             length = f"samples of up to {self.contract.seq_length} tokens"
             raw = "" if self.contract.template else ", no chat template: raw texts only"
-            meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
+            meaning = f"\n{length}{raw}\nscoring contract: {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
         notes = "".join(f"\n{note}" for note in self.notes)
         return (

@@ -105,9 +105,11 @@ class ExportSummary:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        outputs = self.contract.attributes
         lines = [
-            f"{self.output}: {self.architecture} of {', '.join(self.contract.attributes)}, weights "
-            f"in {self.dtype}, safetensors files: {self.shards}, pad token {self.pad_token!r}",
+            f"{self.output}: {self.architecture} with the output{'s' * (len(outputs) > 1)} "
+            f"{', '.join(outputs)}, weights in {self.dtype}, safetensors files: "
+            f"{self.shards}, pad token {self.pad_token!r}",
             f"checked: {self.texts} samples, in batches of one and padded; the largest difference "
             f"of a reward is {self.largest_difference:.1e}",
             f"scoring contract: {self.contract.hash}",

@@ -221,11 +221,11 @@ def no_such_archive(source: str | Path) -> str:
     It has a hint if the name looks like a hub model.
     """
     path = Path(source)
-    missing = f"{path}: no such .nemo archive or folder"
+    missing = f"{path}: there is no such file or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
-        return missing
+        return f"{missing}. Pass a .nemo file, or the folder that it unpacks to"
     return (
-        f"{missing}; a model of the Hugging Face hub has to be converted first: nemo-aligner "
+        f"{missing}. Convert a model of the Hugging Face hub first: nemo-aligner "
         f"convert --input {path} --output {path.name}.nemo"
     )
 

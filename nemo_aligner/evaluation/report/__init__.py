@@ -4,10 +4,11 @@ In the order in which data flows:
 
 - ``run_report``: reads a run's folder, or the files of an evaluation, as a ``RunReport``; also
   accuracy by source and the list of mistakes.
-- ``figures``: draws SVG figures with matplotlib, and defines what a page consists of: sections,
-  tables, headlines, and held-out sets with their colours.
-- ``training_sections``: the sections on training (learning curves, throughput, memory) and on its
-  inputs (data, settings, scoring contract, versions).
+- ``svg``: turns a drawing of matplotlib into SVG for a page that may be light or dark.
+- ``figures``: draws the figures, and defines how numbers are written and what a page consists of:
+  sections, tables, headlines, and held-out sets with their colours.
+- ``training_sections``: the summary, and the sections on training (learning curves, throughput,
+  memory) and on its inputs (data, settings, scoring contract).
 - ``heldout_sections``: the sections on held-out records (accuracy, rewards, calibration, length,
   mistakes, robustness).
 - ``page``: the first screen, and the HTML file, rendered from ``page.html.jinja``.

@@ -1,30 +1,68 @@
 """Figures of a report as SVG, and the parts that a page consists of.
 
 The functions of the first part draw figures from plain numbers with matplotlib. The second part
-turns them into SVG for a page. The third part defines sections, tables, headlines and held-out
-sets as plain values, which the template renders.
+defines sections, tables, headlines and held-out sets as plain values, which the template renders.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
-from io import StringIO
-from typing import Any, Literal
+from typing import Literal
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from nemo_aligner.evaluation.predictions import Predictions
 from nemo_aligner.evaluation.report.run_report import Mistake, RunReport, SourceShare
+from nemo_aligner.evaluation.report.svg import (
+    COLOURS,
+    FAINT,
+    HEIGHT,
+    INK,
+    REFERENCE,
+    TICKS,
+    Canvas,
+    css_colour,
+    draw,
+)
 from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
+
+# How the page writes numbers: percentages for accuracies, and four digits for all other metrics.
+
+
+def format_share(share: float) -> str:
+    """Format a fraction between 0 and 1 as a percentage, such as ``79.6%``."""
+    return f"{share:.1%}"
+
+
+def format_interval(low: float, high: float) -> str:
+    """Format an interval of fractions as percentages, such as ``74.0% to 84.2%``."""
+    return f"{format_share(low)} to {format_share(high)}"
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with exactly four significant digits, such as ``0.7958`` or ``1.000``.
+
+    Digits before the point are never dropped. None and NaN give an empty text.
+    """
+    if value is None or math.isnan(value):
+        return ""
+    return show_number(value) if abs(value) >= 1e4 else f"{value:#.4g}".rstrip(".")
+
+
+def format_temperature(value: float | None, mean_margin: float) -> str:
+    """Format a fitted temperature; if there is none, say why (see ``ranking.fit_temperature``)."""
+    if value is not None and not math.isnan(value):
+        return format_metric(value)
+    if mean_margin <= 0:
+        return "none: no T fits, because the mean margin is not positive"
+    return "none: no T fits best, because no pair is ordered wrongly"
+
 
 # Functions that draw figures from plain numbers.
 
@@ -57,6 +95,11 @@ class LegendKey:
     def stroke(self) -> str:
         """Colour of the line, as ``#rrggbb``."""
         return COLOURS[self.colour % len(COLOURS)]
+
+    @property
+    def css_stroke(self) -> str:
+        """Colour of the line as a CSS variable, which differs on a dark screen."""
+        return css_colour(self.stroke)
 
     @property
     def dash(self) -> Literal["-", "--", ":", "-."]:
@@ -104,7 +147,13 @@ class Histogram:
 
 
 def curve(
-    name: str, title: str, unit: str, lines: Sequence[PlotLine], meaning: str = ""
+    name: str,
+    title: str,
+    unit: str,
+    lines: Sequence[PlotLine],
+    meaning: str = "",
+    *,
+    is_fraction: bool = False,
 ) -> Drawing:
     """Draw values over training steps, with ``meaning`` as the note.
 
@@ -116,6 +165,7 @@ def curve(
         unit: label of the vertical axis.
         lines: what to draw.
         meaning: what the figure shows, in a sentence.
+        is_fraction: True to write the values as percentages.
     """
     averaged = [line if line.marked else _average_line(line) for line in lines]
     steps_per_point = max(
@@ -123,7 +173,9 @@ def curve(
     )
     averaging = f" A point is the mean of up to {steps_per_point} steps."
     note = f"{meaning}{averaging if steps_per_point > 1 else ''}".strip()
-    svg = draw(name, f"{title} over training steps", partial(_draw_curve, averaged, unit))
+    svg = draw(
+        name, f"{title} over training steps", partial(_draw_curve, averaged, unit, is_fraction)
+    )
     return Drawing(title, svg, [line.key for line in lines], note)
 
 
@@ -138,25 +190,30 @@ def _average_chunks(values: np.ndarray) -> list[float]:
     return [float(part.mean()) for part in np.array_split(values, _MAX_POINTS)]
 
 
-def _draw_curve(lines: Sequence[PlotLine], unit: str, canvas: Canvas) -> None:
+def _draw_curve(lines: Sequence[PlotLine], unit: str, is_fraction: bool, canvas: Canvas) -> None:
     for line in lines:
-        key, opacity = line.key, 0.45 if line.key.is_faint else 1.0
+        key, opacity = line.key, FAINT if line.key.is_faint else 1.0
         canvas.axes.plot(line.x, line.y, key.dash, color=key.stroke, alpha=opacity)
         if line.marked or len(line.x) == 1:
-            _draw_marks(canvas, line)
+            _draw_marks(canvas, line, is_fraction)
+    if is_fraction:
+        canvas.axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     canvas.axes.set_xlabel("step")
     canvas.axes.set_ylabel(unit)
     canvas.axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
 
 
-def _draw_marks(canvas: Canvas, line: PlotLine) -> None:
+def _draw_marks(
+    canvas: Canvas, line: PlotLine, is_fraction: bool = False, axis: str = "step"
+) -> None:
     """Draw a dot on every point; each dot has a tooltip unless there are many."""
     if len(line.x) > _MAX_TOOLTIPS:
         canvas.axes.plot(line.x, line.y, ".", color=line.key.stroke)
         return
     for x, y in zip(line.x, line.y, strict=True):
         (dot,) = canvas.axes.plot([x], [y], "o", markersize=4.5, color=line.key.stroke)
-        canvas.add_tooltip(dot, f"{line.key.name}, step {x:g}: {show_number(y)}")
+        shown = format_share(y) if is_fraction else format_metric(y)
+        canvas.add_tooltip(dot, f"{line.key.name}, {axis} {x:g}: {shown}")
 
 
 def histogram(
@@ -198,7 +255,7 @@ def _draw_histogram(
         mean, count = histogram.values.mean(), len(histogram.values)
         canvas.add_tooltip(patch, f"{histogram.key.name}: mean {mean:.3g} of {count}")
     if line_at is not None:
-        canvas.axes.axvline(line_at, color="#444444", linewidth=0.9)
+        canvas.axes.axvline(line_at, color=TICKS, linewidth=0.9)
     canvas.axes.set_xlabel(unit)
     canvas.axes.set_ylabel("% of records")
 
@@ -218,7 +275,7 @@ def reliability_diagram(
 def _draw_reliability(
     sets: Sequence[tuple[LegendKey, Sequence[ConfidenceBin]]], canvas: Canvas
 ) -> None:
-    canvas.axes.plot([0.5, 1], [0.5, 1], color="#888888", linewidth=0.9)
+    canvas.axes.plot([0.5, 1], [0.5, 1], color=REFERENCE, linewidth=0.9)
     for key, bins in sets:
         x = [bin.confidence for bin in bins]
         canvas.axes.plot(x, [bin.right / bin.count for bin in bins], key.dash, color=key.stroke)
@@ -227,12 +284,15 @@ def _draw_reliability(
             low, high = wilson_interval(bin.right, bin.count)
             canvas.axes.plot([bin.confidence] * 2, [low, high], color=key.stroke, linewidth=0.8)
             (dot,) = canvas.axes.plot([bin.confidence], [share], "o", ms=4.5, color=key.stroke)
-            accuracy = f"{share:.1%} right ({low:.1%} to {high:.1%})"
+            accuracy = f"{format_share(share)} right ({format_interval(low, high)})"
+            confidence = format_share(bin.confidence)
             canvas.add_tooltip(
-                dot, f"{key.name}: {bin.count} pairs, confidence {bin.confidence:.3f}, {accuracy}"
+                dot, f"{key.name}: {bin.count} pairs, confidence {confidence}, {accuracy}"
             )
     canvas.axes.set_xlabel("confidence, sigmoid(|margin|)")
     canvas.axes.set_ylabel("accuracy")
+    canvas.axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    canvas.axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     canvas.axes.set_xlim(0.49, 1.01)
 
 
@@ -268,12 +328,14 @@ def _draw_sources(
             y = names.index(row.source) + offset
             canvas.axes.plot([row.low, row.high], [y, y], color=key.stroke, linewidth=1.2)
             (dot,) = canvas.axes.plot([row.accuracy], [y], "o", markersize=5, color=key.stroke)
-            accuracy = f"{row.accuracy:.1%} ({row.low:.1%} to {row.high:.1%}) of {row.pairs} pairs"
+            interval = format_interval(row.low, row.high)
+            accuracy = f"{format_share(row.accuracy)} ({interval}) of {row.pairs} pairs"
             canvas.add_tooltip(dot, f"{key.name}, {row.source}: {accuracy}")
-    canvas.axes.axvline(0.5, color="#444444", linewidth=0.9)
+    canvas.axes.axvline(0.5, color=TICKS, linewidth=0.9)
     canvas.axes.set_yticks(range(len(names)), [_truncate(name) for name in names])
     canvas.axes.set_ylim(len(names) - 0.5, -0.5)
     canvas.axes.set_xlabel("accuracy")
+    canvas.axes.xaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _truncate(name: str, max_length: int = 24) -> str:
@@ -308,8 +370,8 @@ def _draw_dots(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray, canvas:
         lengths[drawn], rewards[drawn], "o", ms=2.4, mew=0, alpha=0.5, color=key.stroke
     )
     line = mean_by_length(key, lengths, rewards)
-    canvas.axes.plot(line.x, line.y, color="#222222")
-    _draw_marks(canvas, PlotLine(LegendKey("mean", 6), line.x, line.y))
+    canvas.axes.plot(line.x, line.y, color=INK)
+    _draw_marks(canvas, PlotLine(LegendKey("mean", 6), line.x, line.y), axis="length")
     _set_length_axes(canvas, "reward")
 
 
@@ -367,94 +429,9 @@ def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas
     drawn = np.linspace(0, len(labels) - 1, min(_MAX_DOTS, len(labels))).astype(int)
     canvas.axes.plot(labels[drawn], rewards[drawn], "o", ms=3, mew=0, alpha=0.4, color=key.stroke)
     ends = [float(labels.min()), float(labels.max())]
-    canvas.axes.plot(ends, ends, color="#888888", linewidth=0.9)
+    canvas.axes.plot(ends, ends, color=REFERENCE, linewidth=0.9)
     canvas.axes.set_xlabel("label")
     canvas.axes.set_ylabel("reward")
-
-
-# SVG to embed in a page: small, without scripts, with text as text.
-
-# Colours that colour-blind people can distinguish, also in print (Wong 2011, "Color blindness").
-# Eight are enough, because a figure with more lines is not readable.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999933")
-# In inches. The page scales figures; with this size their text is readable from a width of 360
-# pixels on.
-WIDTH, HEIGHT = 4.4, 2.9
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "nemo_aligner",
-    "text.parse_math": False,  # Names in the data may contain dollar signs.
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#666666",
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-}
-_REMOVED = re.compile(
-    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>", re.S
-)
-_REFERENCED_ID = re.compile(r'(?:href="#|url\(#)([^")]+)')
-_SIZE = re.compile(r' (?:width|height)="[^"]*pt"')
-
-
-class Canvas:
-    """Axes to draw on, and the tooltips of what is drawn.
-
-    Attributes:
-        figure, axes: of matplotlib.
-        tooltips: text of each tooltip, by the id of its SVG element.
-    """
-
-    def __init__(self, height: float) -> None:
-        self.figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        self.axes = self.figure.add_subplot()
-        self.tooltips: dict[str, str] = {}
-
-    def add_tooltip(self, artist: Any, text: str) -> None:
-        """Show ``text`` while the pointer is over an artist of matplotlib."""
-        element_id = f"tooltip_{len(self.tooltips)}"
-        artist.set_gid(element_id)
-        self.tooltips[element_id] = text
-
-
-def draw(name: str, alt: str, draw_on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
-    """Render as SVG what ``draw_on`` draws; the same drawing always gives the same bytes.
-
-    Args:
-        name: identifier of the figure, unique on the page.
-        alt: description for people who cannot see the figure.
-        draw_on: draws on the canvas that it gets.
-        height: height of the figure in inches.
-    """
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
-        canvas = Canvas(height)
-        draw_on(canvas)
-        output = StringIO()
-        canvas.figure.savefig(output, format="svg", metadata={"Date": None})
-    return _clean_svg(output.getvalue(), name, alt, canvas.tooltips)
-
-
-def _clean_svg(svg: str, name: str, alt: str, tooltips: dict[str, str]) -> str:
-    """Prepare the SVG of matplotlib for a page: remove its head and sizes, and make ids unique."""
-    svg = _REMOVED.sub("", svg).strip()
-    svg = _SIZE.sub("", svg, count=2)
-    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
-    for element_id, text in tooltips.items():
-        svg = svg.replace(f'<g id="{element_id}">', f"<g><title>{escape(text)}</title>", 1)
-    # matplotlib uses the same ids in every figure. Prefix those that are referenced, and remove the
-    # others.
-    for referenced_id in sorted(set(_REFERENCED_ID.findall(svg))):
-        pattern = rf'(id="|href="#|url\(#){re.escape(referenced_id)}(?=[")])'
-        svg = re.sub(pattern, rf"\g<1>{name}-{referenced_id}", svg)
-    svg = re.sub(rf' id="(?!{re.escape(name)}-)[^"]*"', "", svg)
-    return re.sub(r"\n\s*", "\n", svg)
 
 
 # Parts of a page, as plain values: sections with headlines, figures, tables and mistakes.
@@ -509,7 +486,7 @@ class PageSection:
         drawings, tables: its figures and tables.
         mistakes: (heading, mistakes) for each list of mistakes.
         notes: paragraphs of text.
-        nothing: text to show instead if the section is empty.
+        nothing: why the page leaves the section out if it is empty.
         headlines: results at a glance, on the first screen only.
     """
 
@@ -524,7 +501,7 @@ class PageSection:
 
     @property
     def is_empty(self) -> bool:
-        """True if the section has nothing but notes; the page then shows the text ``nothing``."""
+        """True if the section has nothing but notes; the page then leaves it out."""
         return not (self.headlines or self.drawings or self.tables or self.mistakes)
 
 

@@ -20,6 +20,10 @@ from nemo_aligner.evaluation.report.figures import (
     PageSection,
     PageTable,
     accuracy_by_source,
+    format_interval,
+    format_metric,
+    format_share,
+    format_temperature,
     histogram,
     lengths_compared,
     mean_by_length,
@@ -39,12 +43,11 @@ from nemo_aligner.evaluation.robustness import (
 from nemo_aligner.evaluation.tasks.base import TaskRow
 from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.table import by_position
-from nemo_aligner.utils.console import show_number
 
 _MAX_SOURCES = 30
 _MAX_MISTAKES = 10
-_NO_PAIRS = "There are no pairs here."
-_NO_RECORDS = "There are no held-out rewards here: nothing was validated, or evaluate wrote none."
+_NO_PAIRS = "no pairs"
+_NO_RECORDS = "no held-out rewards: nothing was validated, or evaluate ran without output_rewards"
 
 
 def build_accuracy(sets: Sequence[Heldout], reports: Sequence[RunReport]) -> PageSection:
@@ -59,8 +62,8 @@ def build_accuracy(sets: Sequence[Heldout], reports: Sequence[RunReport]) -> Pag
             *([] if is_one else [key.name]),
             row.source,
             str(row.pairs),
-            f"{row.accuracy:.3f}",
-            _format_interval(row.low, row.high),
+            format_share(row.accuracy),
+            format_interval(row.low, row.high),
         ]
         for key, source_rows in shares
         for row in source_rows
@@ -79,14 +82,12 @@ def _build_benchmark_table(report: RunReport) -> PageTable:
     return PageTable(header, rows, f"{report.name}: {report.kind}")
 
 
-def _format_interval(low: float, high: float) -> str:
-    return f"{low:.3f} to {high:.3f}"
-
-
 def _format_task_row(row: TaskRow) -> list[str]:
-    interval = "" if row.low is None or row.high is None else _format_interval(row.low, row.high)
+    interval = ""
+    if row.low is not None and row.high is not None:
+        interval = f"{format_metric(row.low)} to {format_metric(row.high)}"
     count = "" if row.count is None else str(row.count)
-    return [row.level.value, row.name, f"{row.value:.4f}", interval, count]
+    return [row.level.value, row.name, format_metric(row.value), interval, count]
 
 
 def build_rewards(sets: Sequence[Heldout]) -> PageSection:
@@ -143,9 +144,9 @@ def build_calibration(sets: Sequence[Heldout]) -> PageSection:
     rows = [
         [
             key.name,
-            show_number(ranking.expected_calibration_error(pairs)),
-            show_number(ranking.brier(pairs)),
-            show_number(ranking.temperature(pairs)),
+            format_metric(ranking.expected_calibration_error(pairs)),
+            format_metric(ranking.brier(pairs)),
+            format_temperature(ranking.temperature(pairs), ranking.mean_margin(pairs)),
         ]
         for key, pairs in keyed_pairs
     ]
@@ -173,10 +174,10 @@ def _build_step_tables(heldout: Heldout) -> Iterator[PageTable]:
     if values[0] is None:
         return
     name = heldout.key.name
-    cells = ["" if value is None else f"{value:.3f}" for value in values]
+    cells = map(format_metric, values)
     yield PageTable(["", *_STEP_METRICS], [["all steps", *cells]], f"Turns and steps: {name}")
     rows = [
-        [str(position), f"{count:.0f}", *(f"{share:.3f}" for share in shares)]
+        [str(position), f"{count:.0f}", *map(format_metric, shares)]
         for position, (count, *shares) in by_position(heldout.metric)
     ]
     header = ["step", "labels", "mean label", "mean probability of right", "accuracy"]
@@ -248,7 +249,7 @@ def _build_length_row(heldout: Heldout) -> list[str]:
             ranking.longer_reply_accuracy,
         )
     )
-    cells = ("" if value is None else show_number(value) for value in values)
+    cells = map(format_metric, values)
     return [heldout.key.name, *cells, heldout.length_unit()]
 
 
@@ -258,7 +259,7 @@ def render_longer_baseline(heldout: Heldout) -> str:
     Empty for a set without pairs.
     """
     baseline = heldout.longer_baseline()
-    return "" if baseline is None else f"{baseline[0]:.3f} (by {baseline[1]})"
+    return "" if baseline is None else f"{format_share(baseline[0])} (by {baseline[1]})"
 
 
 def build_mistakes(sets: Sequence[Heldout]) -> PageSection:
@@ -272,7 +273,7 @@ def build_mistakes(sets: Sequence[Heldout]) -> PageSection:
         "The most confident mistakes",
         mistakes=[(name, mistakes) for name, mistakes in mistakes_by_set if mistakes],
         notes=["Pairs with the most negative margins, or ratings with the largest errors."],
-        nothing="The model got no record wrong." if sets else _NO_RECORDS,
+        nothing="the model got no record wrong" if sets else _NO_RECORDS,
     )
 
 
@@ -299,7 +300,7 @@ def build_robustness(reports: Sequence[RunReport]) -> PageSection:
             prefix = f"{report.name}: " * (len(reports) > 1)
             notes.append(prefix + robustness_note(report.robustness))
             tables += _build_robustness_tables(prefix, report.robustness)
-    nothing = "It was not checked. To check it, evaluate with robustness_pairs."
+    nothing = "not checked; evaluate with robustness_pairs to check it"
     return PageSection("robustness", "Robustness", (), tables, (), notes, nothing)
 
 
@@ -311,7 +312,7 @@ def _build_robustness_tables(prefix: str, robustness: Robustness) -> Iterator[Pa
         rows = [_format_robustness_row(row) for row in robustness.rows if row.changed == side]
         yield PageTable(_HEADER, rows, prefix + title)
     best_of = [
-        [f"best of {row.n}", show_number(row.reward), f"{row.characters:.1f}"]
+        [f"best of {row.n}", format_metric(row.reward), f"{row.characters:.1f}"]
         for row in robustness.best_of
     ]
     title = f"{prefix}The reply of a pair with the higher reward"
@@ -319,7 +320,9 @@ def _build_robustness_tables(prefix: str, robustness: Robustness) -> Iterator[Pa
 
 
 def _format_robustness_row(row: RobustnessRow) -> list[str]:
-    share = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
+    share = ""
+    if row.share is not None:
+        share = f"{format_share(row.share)} ({format_interval(row.low, row.high)})"
     shifts = (row.shift, row.shift_in_std, row.absolute_shift)
-    cells = ["" if shift is None else show_number(shift) for shift in shifts]
+    cells = map(format_metric, shifts)
     return [row.change, str(row.pairs), share, *cells, str(row.unchanged), str(row.too_long)]

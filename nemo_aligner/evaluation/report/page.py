@@ -29,7 +29,6 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.evaluation.report import heldout_sections, training_sections
 from nemo_aligner.evaluation.report.figures import (
-    COLOURS,
     Headline,
     Heldout,
     PageSection,
@@ -43,6 +42,7 @@ from nemo_aligner.evaluation.report.run_report import (
     number_equal_names,
     read_report,
 )
+from nemo_aligner.evaluation.report.svg import COLOURS, DARK_COLOURS
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.writing import write_problem, write_whole
@@ -147,13 +147,18 @@ def render_page(reports: Sequence[RunReport]) -> str:
     num_mistakes = sum(len(mistakes) for section in sections for _, mistakes in section.mistakes)
     return environment.get_template("page.html.jinja").render(
         title=f"Report of {names}",
-        sections=sections,
+        colours=COLOURS,
+        dark_colours=DARK_COLOURS,
+        sections=[section for section in sections if not section.is_empty],
+        left_out=[section for section in sections if section.is_empty],
         show=lambda mistake: show_mistake(mistake, num_mistakes),
     )
 
 
 def build_sections(reports: Sequence[RunReport]) -> list[PageSection]:
-    """Build all sections in the order of the page; a section without content says why.
+    """Build all sections in the order of the page.
+
+    The page leaves out sections without content, and lists them with the reason at its end.
 
     Raises:
         DataError: a held-out set has no record.
@@ -175,7 +180,6 @@ def build_sections(reports: Sequence[RunReport]) -> list[PageSection]:
         training_sections.build_data(reports),
         training_sections.build_contract(reports),
         training_sections.build_settings(reports),
-        training_sections.build_versions(reports),
         training_sections.build_throughput(reports),
     ]
 
@@ -233,7 +237,7 @@ def build_overview(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> Pag
         "Overview",
         headlines=headlines,
         drawings=[] if curve is None else [curve],
-        nothing="Nothing has been validated or evaluated yet.",
+        nothing="nothing has been validated or evaluated yet",
     )
 
 

@@ -21,6 +21,10 @@ from nemo_aligner.evaluation.report.figures import (
     PageTable,
     PlotLine,
     curve,
+    format_interval,
+    format_metric,
+    format_share,
+    format_temperature,
     select_pairs,
 )
 from nemo_aligner.evaluation.report.heldout_sections import render_longer_baseline
@@ -35,6 +39,8 @@ _QUALITY_METRICS = (
     "loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean", "step_accuracy",
     "first_error_accuracy", "first_error_f1",
 )  # fmt: skip
+# Metrics that figures and texts write as percentages.
+_FRACTIONS = ("accuracy", "step_accuracy", "first_error_accuracy")
 _OPTIMIZER_METRICS = ("lr", "grad_norm", "loss_scale")
 _SPEED_METRICS = ("train/tokens_per_second", "timing/train_step")
 # Metrics whose names contain one of these words are also drawn in the section on throughput.
@@ -50,9 +56,9 @@ def build_learning_curves(reports: Sequence[RunReport]) -> PageSection:
         drawings=[drawing for drawing in drawings if drawing is not None],
         tables=list(_build_validation_tables(reports)),
         notes=["Faint lines are training batches, before each update; dots are validations."],
-        nothing="No training run here has logged two steps yet."
+        nothing="no training run has logged two steps yet"
         if any(run.curves for run in reports)
-        else "There is no training run here.",
+        else "no training run",
     )
 
 
@@ -76,7 +82,9 @@ def _draw_metric(
         return None
     row = find_metric(metric)
     note = f"{row.meaning[0].upper()}{row.meaning[1:]}." if row and row.meaning else ""
-    return curve(f"{prefix}-{metric}", metric, metric, lines, note)
+    return curve(
+        f"{prefix}-{metric}", metric, metric, lines, note, is_fraction=metric in _FRACTIONS
+    )
 
 
 def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
@@ -122,15 +130,11 @@ def _build_validation_tables(reports: Sequence[RunReport]) -> Iterator[PageTable
             steps = sorted({step for curve_steps, _ in curves for step in curve_steps})
             columns = [dict(zip(*steps_and_values, strict=True)) for steps_and_values in curves]
             rows = [
-                [str(step), *(_format_number(column.get(step)) for column in columns)]
+                [str(step), *(format_metric(column.get(step)) for column in columns)]
                 for step in steps
             ]
             title = f"Validations of {run.name} on {name.removeprefix(VALIDATION)}"
             yield PageTable(["step", *metrics], rows, title)
-
-
-def _format_number(value: float | None) -> str:
-    return "" if value is None else show_number(value)
 
 
 def build_throughput(reports: Sequence[RunReport]) -> PageSection:
@@ -148,7 +152,7 @@ def build_throughput(reports: Sequence[RunReport]) -> PageSection:
         drawings=[drawing for drawing in drawings if drawing is not None],
         tables=[PageTable(header, rows)] if rows else [],
         notes=["Memory is the peak of rank 0's process."] if rows else [],
-        nothing="Only training runs measure it; there is none here.",
+        nothing="no training run, and only training measures it",
     )
 
 
@@ -180,20 +184,22 @@ def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
         columns = [run.curves.get(name, ([], []))[1] for run in reports]
         if any(columns):
             medians = (float(np.median(values)) if values else None for values in columns)
-            yield [title, *map(_format_number, medians)]
+            yield [title, *map(format_metric, medians)]
     for device in ("host", "GPU"):
         peaks = [run.facts.get("peak_memory", {}).get(device) for run in reports]
         if any(peaks):
             yield [f"{device} memory", *(show_bytes(peak) if peak else "" for peak in peaks)]
 
 
-# Sections on the summary, and on the inputs: data, scoring contract, settings and versions.
+# Sections on the summary, and on the inputs: data, scoring contract and settings.
 
 
 def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
     """Build the summary: the best validation, held-out accuracy, and the last metrics."""
     rows = [
         ["what it is", *(report.kind for report in reports)],
+        *_build_row("base model", [_get_base_model(report) for report in reports]),
+        *_align_columns([_describe_data(report) for report in reports]),
         *_build_row("steps", [_count_steps(report) for report in reports]),
         *_build_row("best validation", [_describe_best(report) for report in reports]),
         *_build_row("held-out accuracy", [_describe_accuracy(report, sets) for report in reports]),
@@ -204,7 +210,7 @@ def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> Page
     ]
     notes = [line for report in reports for line in _list_drawn_sets(report, len(reports) > 1)]
     header = ["", *(report.name for report in reports)]
-    tables = [PageTable(header, rows)]
+    tables = [PageTable(header, rows), *_build_versions(reports)]
     metrics = _build_metrics_table(reports)
     if metrics.rows:
         tables.append(metrics)
@@ -218,6 +224,21 @@ def _build_row(name: str, values: Sequence[str]) -> Iterator[list[str]]:
     """
     if any(values):
         yield [name, *values]
+
+
+def _get_base_model(report: RunReport) -> str:
+    return str(report.settings.get("pretrained_checkpoint.restore_from_path") or "")
+
+
+def _describe_data(report: RunReport) -> dict[str, str]:
+    """Describe each data file of a run in a line: its path, its format and its records."""
+    files = report.facts.get("data", [])
+    lines = {}
+    for file in files if isinstance(files, list) else []:
+        counts = dict(file["rows"])
+        records = f"{counts.get('kept', '?')} of {counts.get('records', '?')} records used"
+        lines[file["name"]] = f"{file['path']} ({file['format']}), {records}"
+    return lines
 
 
 def _count_steps(run: RunReport) -> str:
@@ -241,7 +262,8 @@ def _describe_best(run: RunReport) -> str:
                 (sign * value, losses.get(step, 0.0), step, value)
                 for step, value in zip(steps, values, strict=True)
             )
-            descriptions.append(f"{main} {show_number(best_value)} at step {best_step} ({name})")
+            shown = (format_share if main in _FRACTIONS else format_metric)(best_value)
+            descriptions.append(f"{main} {shown} at step {best_step} ({name})")
     return "; ".join(descriptions)
 
 
@@ -249,8 +271,9 @@ def _describe_accuracy(report: RunReport, sets: Sequence[Heldout]) -> str:
     descriptions = []
     for heldout in select_pairs([heldout for heldout in sets if heldout.report is report]):
         share = compute_shares(heldout.predictions)[0]
-        interval = f"{share.low:.3f} to {share.high:.3f}"
-        descriptions.append(f"{share.accuracy:.3f} ({interval}), {share.pairs} pairs")
+        interval = format_interval(share.low, share.high)
+        accuracy = format_share(share.accuracy)
+        descriptions.append(f"{accuracy} (95%: {interval}) on {share.pairs} pairs")
     return "; ".join(descriptions)
 
 
@@ -298,16 +321,10 @@ def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
     columns: dict[str, dict[str, str]] = {}
     for report in reports:
         for name in list_validation_sets(report):
-            title = f"{report.name}, {name.removeprefix('validation-')}"
-            columns[title] = {
-                key.removeprefix(f"{name}/"): show_number(values[-1])
-                for key, (_, values) in report.curves.items()
-                if key.startswith(f"{name}/")
-            }
+            title = f"{report.name}, {name.removeprefix(VALIDATION)}"
+            columns[title] = _format_metrics(_get_last_metrics(report, f"{name}/"))
         if report.metrics:
-            columns[report.name] = {
-                key: _format_number(value) for key, value in report.metrics.items()
-            }
+            columns[report.name] = _format_metrics(report.metrics)
     names = [
         name
         for name in dict.fromkeys(name for column in columns.values() for name in column)
@@ -319,6 +336,31 @@ def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
     ]
     header = ["", *columns, "meaning"]
     return PageTable(header, rows, "Metrics of the last validation, or of the evaluation")
+
+
+def _get_last_metrics(report: RunReport, prefix: str) -> dict[str, float | None]:
+    """Return the metrics of the last validation whose names begin with ``prefix``.
+
+    The value is None for a metric that only earlier validations have.
+    """
+    curves = {
+        name.removeprefix(prefix): points
+        for name, points in report.curves.items()
+        if name.startswith(prefix)
+    }
+    last_step = max(steps[-1] for steps, _ in curves.values())
+    return {
+        name: values[-1] if steps[-1] == last_step else None
+        for name, (steps, values) in curves.items()
+    }
+
+
+def _format_metrics(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    cells = {name: format_metric(value) for name, value in metrics.items()}
+    margin = metrics.get("reward_margin")
+    if "temperature" in metrics and margin is not None:
+        cells["temperature"] = format_temperature(metrics["temperature"], margin)
+    return cells
 
 
 def _find_meaning(name: str) -> str:
@@ -346,7 +388,7 @@ def build_data(reports: Sequence[RunReport]) -> PageSection:
         if isinstance(files, str):
             counts = [[key, str(value)] for key, value in report.facts.get("counts", {}).items()]
             tables.append(PageTable(["", ""], counts, f"{report.name}: {files}"))
-    return PageSection("data", "Data", tables=tables, nothing="The data are not known here.")
+    return PageSection("data", "Data", tables=tables, nothing="the data files were not recorded")
 
 
 def build_contract(reports: Sequence[RunReport]) -> PageSection:
@@ -355,7 +397,11 @@ def build_contract(reports: Sequence[RunReport]) -> PageSection:
     tables = []
     if any(hashes):
         header = ["", *(report.name for report in reports)]
-        fields = [_as_mapping(report.facts.get("contract")) for report in reports]
+        # The contract of a run has its hash as a field, which is the first row already.
+        fields = [
+            {key: value for key, value in contract.items() if key != "hash"}
+            for contract in (_as_mapping(report.facts.get("contract")) for report in reports)
+        ]
         tables = [PageTable(header, [["hash", *hashes], *_align_columns(fields)])]
     notes = []
     if len({contract_hash for contract_hash in hashes if contract_hash}) > 1:
@@ -363,7 +409,7 @@ def build_contract(reports: Sequence[RunReport]) -> PageSection:
             "The contracts differ, so these rewards cannot be compared: the models score different "
             "token sequences, or scale rewards differently."
         ]
-    nothing = "The scoring contract is not known here."
+    nothing = "it was not recorded"
     return PageSection("contract", "Scoring contract", (), tables, (), notes, nothing)
 
 
@@ -387,21 +433,19 @@ def build_settings(reports: Sequence[RunReport]) -> PageSection:
         tables.append(PageTable(header, differing, f"{len(differing)} settings differ"))
     if with_settings:
         tables.append(PageTable(header, rows, "All settings"))
-    nothing = "The settings are not known here."
+    nothing = "they were not recorded"
     return PageSection("settings", "Settings", tables=tables, nothing=nothing)
 
 
-def build_versions(reports: Sequence[RunReport]) -> PageSection:
-    """Build the section of the versions of packages, and the number of ranks."""
+def _build_versions(reports: Sequence[RunReport]) -> Iterator[PageTable]:
+    """Yield the table of the versions of packages, and the number of ranks, if they are known."""
     with_versions = [report for report in reports if report.facts.get("versions")]
     rows = list(_align_columns([report.facts["versions"] for report in with_versions]))
     ranks = [str(report.facts.get("ranks", "")) for report in with_versions]
     if any(ranks):
         rows.append(["ranks", *ranks])
-    header = ["", *(report.name for report in with_versions)]
-    tables = [PageTable(header, rows)] if rows else []
-    nothing = "The versions are not known here."
-    return PageSection("versions", "Versions", tables=tables, nothing=nothing)
+    if rows:
+        yield PageTable(["", *(report.name for report in with_versions)], rows, "Versions")
 
 
 def _align_columns(columns: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:

@@ -269,7 +269,9 @@ def test_contract_is_made_of_the_folder(tmp_path: Path) -> None:
     assert (contract.reward_model_type, contract.dtype) == ("binary_ranking", "bf16")
     assert (contract.attribute_weights, contract.label_means) == ((1.0,), (0.0,))
     assert (contract.template, contract.seq_length) == (tiny.CHATML, 256)
-    assert f"reward model of reward, {summary.parameters:,} parameters in bf16" in str(summary)
+    assert f"reward model with the output reward, {summary.parameters:,} parameters in bf16" in str(
+        summary
+    )
     assert contract.hash in str(summary)
     with open_nemo(tmp_path / "one.nemo") as folder:
         dtypes = {key: dtype for key, (_, dtype) in folder.store.tensors.items()}

@@ -423,7 +423,7 @@ def test_export_verb_reports_and_fails_clearly(three: Path, tmp_path: Path) -> N
     verb, output = "export", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")
     done = tiny.run_verb(verb, *arguments, "--max-shard-size", "0.1mb")
-    assert "LlamaForSequenceClassification of reward, weights in bf16" in done.stdout
+    assert "LlamaForSequenceClassification with the output reward, weights in bf16" in done.stdout
     assert "WARNING: the logits are not the rewards" in done.stdout
     failed = tiny.run_verb(verb, *arguments, check=False)
     assert failed.returncode == 1

@@ -123,7 +123,7 @@ CASES = {
     "score of two outputs with biases": Case(
         {"score.weight": (2, HIDDEN), "score.bias": (2,)},
         one_layer("score"),
-        "reward model of helpfulness, verbosity",
+        "reward model with the outputs helpfulness, verbosity",
         "LlamaForSequenceClassification",
         config={"id2label": dict(enumerate(NAMES)), "problem_type": "regression"},
         outputs=2,

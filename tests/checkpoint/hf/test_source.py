@@ -260,4 +260,4 @@ def test_conversion_without_a_network_reads_the_cache_of_the_hub(
     assert "Traceback" not in lost.stderr
     assert not (tmp_path / "out").exists()
     done = tiny.run_verb("convert", *options, "some-org/Tiny-RM", env=environment)
-    assert "llama reward model of reward" in done.stdout
+    assert "llama reward model with the output reward" in done.stdout

@@ -101,7 +101,10 @@ def test_archive_attributes_stay_behind(tmp_path: Path, scratch: Path) -> None:
 def test_archive_that_is_none_or_ends_early_is_named(tmp_path: Path, scratch: Path) -> None:
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "nowhere", tmp_path / "folder"):
-        assert refuse(path, scratch) == f"{path}: no such .nemo archive or folder"
+        assert refuse(path, scratch) == (
+            f"{path}: there is no such file or folder. Pass a .nemo file, or the folder that it "
+            "unpacks to"
+        )
     path = pack(tmp_path / "a.nemo", ("a", b"x" * 2000))
     path.write_bytes(path.read_bytes()[: 512 + 1500])
     assert refuse(path, scratch).startswith(f"{path}: cannot unpack: ")

@@ -11,9 +11,10 @@ from nemo_aligner.checkpoint.run_folder import CONFIG_NAME, FACTS_NAME, HELDOUT_
 from tests.data.files import write
 
 EVIL = "</style></pre><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"
+# Sections of the page of ``write_run``, in order; robustness was not checked.
 SECTIONS = (
-    "overview", "summary", "curves", "accuracy", "rewards", "calibration", "length", "robustness",
-    "mistakes", "data", "contract", "settings", "versions", "throughput",
+    "overview", "summary", "curves", "accuracy", "rewards", "calibration", "length", "mistakes",
+    "data", "contract", "settings", "throughput",
 )  # fmt: skip
 
 
@@ -47,7 +48,10 @@ def write_run(folder: Path, steps: int = 40, seed: int = 0, words: int = 8) -> P
     (folder / HELDOUT_NAME).mkdir(parents=True)
     rows = pair_rows(60, seed, words)
     write(folder / HELDOUT_NAME / "validation-held.jsonl", *rows)
-    (folder / CONFIG_NAME).write_text(f"model:\n  seed: {seed}\n  name: '{EVIL}'\n")
+    (folder / CONFIG_NAME).write_text(
+        f"model:\n  seed: {seed}\n  name: '{EVIL}'\n"
+        "pretrained_checkpoint:\n  restore_from_path: models/base.nemo\n"
+    )
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         train = {"loss": 0.7 - step / 100, "accuracy": 0.6, "lr": 1e-4, "tokens_per_second": 900.0}
@@ -68,7 +72,7 @@ def _build_facts() -> dict[str, Any]:
         "data": [{**file, "rows": [["records", "60"], ["kept", "60"]], "malformed": [EVIL]}],
         "validation_records": {"validation-held": 600},
         "contract_hash": "abc123",
-        "contract": {"template": EVIL, "seq_length": 64},
+        "contract": {"template": EVIL, "seq_length": 64, "hash": "abc123"},
         "versions": {"nemo_aligner": "1.0"},
         "peak_memory": {"host": 2_000_000_000},
     }

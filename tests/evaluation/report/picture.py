@@ -12,11 +12,11 @@ from tests.evaluation.report import browser
 
 WIDTH, HEIGHT, SCALE = 1360, 820, 0.6
 MOST_BYTES = 200_000
-_FROM = "curves"
+_FROM = "overview"
 
 
 def take(page: Path, target: Path) -> None:
-    """Take a picture of the page, from its learning curves on."""
+    """Take a picture of the page, from its overview on."""
     with browser.started() as window:
         window.open(page, WIDTH)
         top = window.ask(f'document.getElementById("{_FROM}").offsetTop')

@@ -76,6 +76,11 @@ class Page(HTMLParser):
             self.titles.append(data)
 
     @property
+    def sections(self) -> list[str]:
+        """The ids of all sections, in order; ids in the figures have a hyphen or a number."""
+        return [name for name in self.ids if name.isalpha()]
+
+    @property
     def text(self) -> str:
         return "".join(self.texts)
 
@@ -91,12 +96,12 @@ def page(run: Path) -> Page:
 
 
 def test_page_has_every_section_and_figures_that_tell_values(page: Page, run: Path) -> None:
-    assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
+    assert page.sections == list(SECTIONS)
     assert len(page.ids) == len(set(page.ids))
-    links = [value for name, value in page.attributes if name == "href" and str(value)[0] == "#"]
-    assert {f"#{name}" for name in SECTIONS} <= set(links)
+    links = [str(value)[1:] for name, value in page.attributes if name == "href"]
+    assert links[1 : 1 + len(SECTIONS)] == list(SECTIONS)
     assert page.tags.count("figure") >= 9
-    assert "validation-held, step 40: 0.7" in page.titles
+    assert "validation-held, step 40: 70.0%" in page.titles
     assert any("of 60 pairs" in title and "all" in title for title in page.titles)
     content = (run / "report.html").read_text(encoding="utf-8")
     pointed_at = set(re.findall(r'(?:href="#|url\(#)([^")]+)', content))
@@ -120,13 +125,17 @@ def test_page_shows_what_others_wrote_as_text_and_asks_for_nothing(page: Page) -
 
 def test_page_has_tables_of_what_the_numbers_say(page: Page) -> None:
     text = " ".join(page.text.split())
-    assert "accuracy 0.7 at step 40 (validation-held)" in text
+    assert "accuracy 70.0% at step 40 (validation-held)" in text
+    assert "base modelmodels/base.nemo" in text
+    assert "(chat_pairs), 60 of 60 records used" in text
+    assert text.count("abc123") == 1  # the hash of the contract
     assert "always the longer reply" in text
     assert "60 of 600 records" in text
     assert "margin -14.000: chosen -7.000, rejected 7.000" in text
     assert "host memory" in text
     assert "2.0 GB" in text
-    assert "It was not checked" in text
+    reason = "Robustness (not checked; evaluate with robustness_pairs to check it)."
+    assert text.endswith(f"Not in this report: {reason}")
 
 
 def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
@@ -141,8 +150,8 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
     held_out[0]["texts"]["rejected"][-1]["content"] = "half \ud800 of it"
     write(run / "heldout" / "validation-held.jsonl", *held_out)
     page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "accuracy 1 at step 3 (validation-held)" in page
-    length = page[page.index('id="length"') : page.index('id="robustness"')]
+    assert "accuracy 100.0% at step 3 (validation-held)" in page
+    length = page[page.index('id="length"') : page.index('id="mistakes"')]
     assert "mathdefault" not in page
     assert re.search(r">5</text>|>10</text>|>20</text>", length)
     # A text that UTF-8 cannot encode is written with a replacement.
@@ -162,17 +171,49 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
     content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
     figures = re.findall(r"<figure>\s*<h3>([^<]*)", content[: content.index('id="accuracy"')])
     assert figures == ["loss", "loss"]  # in the overview, and among the learning curves
-    assert ">0.7<" in content  # The single validation is in the table.
+    assert ">0.7000<" in content  # The single validation is in the table.
     by_source = content[content.index('id="accuracy"') : content.index('id="rewards"')]
     headings = re.findall(r'<th scope="col">([^<]*)', by_source)
     assert headings == ["source", "pairs", "accuracy", "95% interval"]
     # A metric has the same value in every section, and its meaning next to it.
-    assert re.search(r"length_<wbr>correlation</td><td[^>]*>0\.25</td>", content)
-    of_length = content[content.index('id="length"') : content.index('id="robustness"')]
-    assert re.search(r"<td[^>]*>0\.25</td>", of_length)
+    assert re.search(r"length_correlation</td><td[^>]*>0\.2500</td>", content)
+    of_length = content[content.index('id="length"') : content.index('id="mistakes"')]
+    assert re.search(r"<td[^>]*>0\.2500</td>", of_length)
     reward_mean = find_metric("reward_mean")
     assert reward_mean is not None
     assert reward_mean.meaning in content
+
+
+def test_page_says_why_there_is_no_temperature(tmp_path: Path) -> None:
+    """A metric that the last validation lacks has no value, not that of an earlier validation."""
+    run = write_run(tmp_path / "run")
+    for margin, reason in ((2.0, "no pair is ordered wrongly"), (-1.0, "mean margin is not pos")):
+        rows: list[dict[str, Any]] = [
+            {"step": 1, "validation-held/temperature": 0.5, "validation-held/brier": 0.1},
+            {"step": 2, "validation-held/temperature": None, "validation-held/brier": 0.2},
+            {"step": 2, "validation-held/reward_margin": margin},
+        ]
+        write(run / "metrics.jsonl", *rows)
+        held_out = pair_rows(20)
+        for row in held_out:
+            row["rewards"] = {"chosen": margin, "rejected": 0.0}
+        write(run / "heldout" / "validation-held.jsonl", *held_out)
+        content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
+        # In the tables of all metrics, and of calibration.
+        assert len(re.findall(f"<td[^>]*>none: no T fits[^<]*{reason}", content)) == 2
+        assert "0.5000</td>" not in content
+
+
+def test_page_has_a_light_and_a_dark_scheme(page: Page, run: Path) -> None:
+    """All colours of the figures are variables, which both schemes define."""
+    content = (run / "report.html").read_text(encoding="utf-8")
+    variables = set(re.findall(r"var\(--([a-z0-9-]+)\)", content))
+    light, dark = re.findall(r":root \{([^}]*)\}", content)
+    for scheme in (light, dark):
+        assert variables <= set(re.findall(r"--([a-z0-9-]+): ", scheme))
+    figures = content[content.index("<body>") :]
+    assert {"series-0", "ink", "grid", "axis", "ticks"} <= variables
+    assert set(re.findall(r": (#[0-9a-f]{6})", figures)) == set()
 
 
 def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path) -> None:
@@ -199,8 +240,10 @@ def test_page_of_two_runs_and_an_evaluation_overlays_them(run: Path, tmp_path: P
         assert f"{name}, train" in text
         assert f"{name}, validation-held" in text
     assert "1 settings differ" in text
-    assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
-    assert "0.71" in text
+    assert page.sections == list(SECTIONS)
+    assert "0.7100" in text
+    # Every evaluation without a temperature says why; this one has no margin to tell it.
+    assert "nan" not in text
     assert "The contracts differ" in text
     assert "Reward against length" in text
 
@@ -212,8 +255,11 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     lines = '{"step": 1, "train/loss": 0.7}\n{"step": 2, "train/loss": 0.6}\n{"step": 3, "tra'
     (folder / "metrics.jsonl").write_text(lines)
     page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
-    assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
-    assert "There are no held-out rewards here" in page.text
+    assert page.sections == ["overview", "summary", "curves", "settings"]
+    reasons = page.text[page.text.index("Not in this report: ") :]
+    assert reasons.startswith("Not in this report: Accuracy by source (no pairs), Rewards")
+    assert "Rewards and margins (no held-out rewards: nothing was validated, or" in reasons
+    assert reasons.count("(") == len(SECTIONS) + 1 - len(page.sections)
     assert "The value that training minimizes." in page.text
 
 
@@ -231,7 +277,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     shown = "2 of 3 pairs; the standard deviation (sd) of their margins is 0.0000"
     assert text.count(shown) == 2
     assert text.count("politeness") == 2 * 2
-    assert "1.000 (0.342 to 1.000)" in text
+    assert "100.0% (34.2% to 100.0%)" in text
     assert "The value that training minimizes." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
     with pytest.raises(DataError, match=r"robustness\.json: robustness: "):
@@ -261,8 +307,9 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "Calibration by the position of a step: rated" in page.text
     cells = [text for text in page.texts if text.strip()]
-    assert cells[cells.index("all steps") :][:3] == ["all steps", "0.750", "0.500"]
-    assert cells[cells.index("0.250") - 2 :][:5] == ["2", "7", "0.250", "0.375", "0.625"]
+    assert cells[cells.index("all steps") :][:3] == ["all steps", "0.7500", "0.5000"]
+    of_steps = cells[cells.index("Calibration by the position of a step: rated") :]
+    assert of_steps[of_steps.index("2") :][:5] == ["2", "7", "0.2500", "0.3750", "0.6250"]
 
 
 def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -> None:
@@ -383,7 +430,7 @@ def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
     assert re.search(r"<td[^>]*>checkpoint</td><td[^>]*>m.nemo</td>", page)
     assert "of 3 pairs" in page
     page += render_page([best])
-    assert "There are no pairs here." in page
+    assert "Calibration (no pairs)" in page
     for report in tasks:
         assert f"benchmark {report.task}" in page
-        assert re.search(rf'<td class="short"[^>]*>{report.rows[-1].value:.4f}</td>', page)
+        assert re.search(rf'<td class="short"[^>]*>{report.rows[-1].value:#.4g}</td>', page)
