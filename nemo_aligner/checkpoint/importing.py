@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import is_hugging_face
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
@@ -29,8 +30,8 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     attribute_names,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
-from nemo_aligner.checkpoint.nemo.folder import NemoFolder
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive, open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder, refuse_hugging_face
 from nemo_aligner.checkpoint.nemo.load_weights import as_lazy_tensor, lazy_decoder, model_shape
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
@@ -85,6 +86,7 @@ def import_checkpoint(
         ConfigError: the template is unfit, or an option for reward models is set for a base model.
     """
     output = Path(output)
+    _refuse_hugging_face(Path(source))
     folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
     with (
         single_process(),
@@ -115,6 +117,14 @@ def import_checkpoint(
         loaded_tokenizer.save(scratch / "tokenizer")
         write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
         return _summarize(output, folder, ignored, contract)
+
+
+def _refuse_hugging_face(source: Path) -> None:
+    """Raise CheckpointError for a Hugging Face model, which ``open_nemo`` would convert."""
+    if not source.exists():
+        raise CheckpointError(no_such_archive(source))
+    if is_hugging_face(source):
+        refuse_hugging_face(source, source)
 
 
 def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:

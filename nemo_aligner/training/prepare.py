@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.archive import check_exists
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, check_initial_head
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
@@ -48,7 +48,7 @@ from nemo_aligner.training.resume import (
 )
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def check_settings(config: TrainConfig) -> None:
     base = config.pretrained_checkpoint.restore_from_path
     if base is None:
         raise ConfigError(
-            "pretrained_checkpoint.restore_from_path: it is not set. Set it to a .nemo file"
+            "pretrained_checkpoint.restore_from_path: it is not set. Set it to a .nemo file, a "
+            "Hugging Face folder, or the name of a model on the hub"
         )
-    if not Path(base).exists():
-        raise CheckpointError(no_such_archive(base))
+    check_exists(base)
     check_loggers(config.exp_manager)
 
 

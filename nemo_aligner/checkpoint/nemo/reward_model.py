@@ -15,6 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import (
+    TOKENIZER_FILES,
+    find_or_download,
+    is_hub_name,
+)
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
@@ -285,6 +290,11 @@ def reward_model_without_weights(
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
+    if contract is None and not any(name.startswith(HEAD_PREFIX) for name in folder.tensors):
+        raise CheckpointError(
+            f"{folder.source}: it is a base model without a reward head, so it gives no rewards. "
+            "Train a reward model from it with `nemo-aligner train`, or use a reward model"
+        )
     if contract is None:
         raise CheckpointError(
             f"{folder.source}: it has no scoring contract, which defines how a sample becomes a "
@@ -550,7 +560,10 @@ def _check_same_outputs(
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a .nemo file, its unpacked folder, or a folder with tokenizer.json.
+    """Load the tokenizer of a checkpoint, or of any folder with tokenizer.json.
+
+    ``path`` may be all that ``open_nemo`` opens. Of a model on the hub only the tokenizer is
+    downloaded.
 
     Raises:
         AlignerError: ``path`` has no tokenizer.
@@ -559,6 +572,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
+    if is_hub_name(path):
+        path = find_or_download(path, TOKENIZER_FILES)
     if (path / "tokenizer.json").is_file():
         # An exported contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
@@ -575,7 +590,7 @@ def read_or_build_text_rules(
     """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
     Args:
-        path: a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
+        path: a checkpoint, or a folder with tokenizer.json; see ``read_tokenizer``.
         data: settings from which a missing contract is built.
         attributes: names of the rewards; empty for a ranking model.
         reads: the tokens at which the head reads the reward.
