@@ -86,8 +86,12 @@ def is_hub_name(source: str | Path) -> bool:
     A path whose parent folder exists is a misspelled path, for which the hub is not queried.
     """
     path = Path(source)
-    is_name = _HUB_NAME.fullmatch(str(source)) and path.suffix.lower() not in _FILE_SUFFIXES
-    return bool(is_name) and not path.exists() and not path.parent.is_dir()
+    return looks_like_hub_name(str(source)) and not path.exists() and not path.parent.is_dir()
+
+
+def looks_like_hub_name(text: str) -> bool:
+    """Tell if ``text`` has the form ``organization/name``, and not the ending of a file."""
+    return bool(_HUB_NAME.fullmatch(text)) and not text.lower().endswith(_FILE_SUFFIXES)
 
 
 def find_or_download(source: str | Path, files: list[str]) -> Path:

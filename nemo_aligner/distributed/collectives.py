@@ -133,8 +133,11 @@ def once_per_node(function: Callable[[], T]) -> T:
     """Run ``function`` on the first rank of each node; return its node's result on every rank.
 
     All ranks must call this. Rank 0 runs first, so that nodes that share its disk find the files
-    that it has written. See ``run_on_some`` for what the function may do.
+    that it has written. See ``run_on_some`` for what the function may do. A single process calls
+    the function directly.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
     process, host = find_process(os.environ), socket.gethostname()
 
     def on_node() -> tuple[str, T]:

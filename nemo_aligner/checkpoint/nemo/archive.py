@@ -75,8 +75,7 @@ def open_nemo(
             model that cannot be downloaded or converted.
     """
     path = Path(path)
-    has_peers = dist.is_initialized() and dist.get_world_size() > 1
-    archive = once_per_node(lambda: find_archive(path)) if has_peers else find_archive(path)
+    archive = once_per_node(lambda: find_archive(path))
     replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
     def open_folder(root: Path) -> NemoFolder:
@@ -87,6 +86,7 @@ def open_nemo(
     # The rank that unpacked the archive has opened the folder already; the other ranks open it
     # here.
     prepared, root = _once_per_host(archive, lambda: _prepare(archive, with_weights, open_folder))
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
         yield open_folder(root) if prepared is None else prepared[1]
     except BaseException:
