@@ -94,6 +94,11 @@ def looks_like_hub_name(text: str) -> bool:
     return bool(_HUB_NAME.fullmatch(text)) and not text.lower().endswith(_FILE_SUFFIXES)
 
 
+def find_tokenizer(source: Path) -> Path:
+    """Return ``source``, or download only the tokenizer if it is a name of the hub."""
+    return find_or_download(source, TOKENIZER_FILES) if is_hub_name(source) else source
+
+
 def find_or_download(source: str | Path, files: list[str]) -> Path:
     """Return an existing path unchanged, or download ``files`` of a model on the hub.
 

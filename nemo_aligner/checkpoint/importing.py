@@ -86,12 +86,13 @@ def import_checkpoint(
         ConfigError: the template is unfit, or an option for reward models is set for a base model.
     """
     output = Path(output)
-    _refuse_hugging_face(Path(source))
     folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
     with (
         single_process(),
         scratch_beside(output) as scratch,
-        open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
+        open_nemo(
+            _refuse_hugging_face(source), tokenizer=folder_of_tokenizer, config=config
+        ) as folder,
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of nemo-aligner and needs no import")
@@ -119,12 +120,14 @@ def import_checkpoint(
         return _summarize(output, folder, ignored, contract)
 
 
-def _refuse_hugging_face(source: Path) -> None:
-    """Raise CheckpointError for a Hugging Face model, which ``open_nemo`` would convert."""
-    if not source.exists():
-        raise CheckpointError(no_such_archive(source))
-    if is_hugging_face(source):
-        refuse_hugging_face(source, source)
+def _refuse_hugging_face(source: str | Path) -> Path:
+    """Return ``source``; CheckpointError for a model that ``open_nemo`` would convert."""
+    path = Path(source)
+    if not path.exists():
+        raise CheckpointError(no_such_archive(path))
+    if is_hugging_face(path):
+        refuse_hugging_face(path, path)
+    return path
 
 
 def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:

@@ -15,11 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.conversion_cache import (
-    TOKENIZER_FILES,
-    find_or_download,
-    is_hub_name,
-)
+from nemo_aligner.checkpoint.conversion_cache import find_tokenizer
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
@@ -33,6 +29,7 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
     load_backbone,
+    missing_contract,
     model_shape,
     read_head,
 )
@@ -290,16 +287,8 @@ def reward_model_without_weights(
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
-    if contract is None and not any(name.startswith(HEAD_PREFIX) for name in folder.tensors):
-        raise CheckpointError(
-            f"{folder.source}: it is a base model without a reward head, so it gives no rewards. "
-            "Train a reward model from it with `nemo-aligner train`, or use a reward model"
-        )
     if contract is None:
-        raise CheckpointError(
-            f"{folder.source}: it has no scoring contract, which defines how a sample becomes a "
-            "score. Use a reward model that `nemo-aligner` has trained, imported or converted"
-        )
+        raise missing_contract(folder)
     if tokenizer.fingerprint != contract.tokenizer_fingerprint:
         raise CheckpointError(
             f"{folder.source}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
@@ -560,10 +549,7 @@ def _check_same_outputs(
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint, or of any folder with tokenizer.json.
-
-    ``path`` may be all that ``open_nemo`` opens. Of a model on the hub only the tokenizer is
-    downloaded.
+    """Load the tokenizer of what ``open_nemo`` opens, or of any folder with tokenizer.json.
 
     Raises:
         AlignerError: ``path`` has no tokenizer.
@@ -572,8 +558,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
-    if is_hub_name(path):
-        path = find_or_download(path, TOKENIZER_FILES)
+    path = find_tokenizer(path)
     if (path / "tokenizer.json").is_file():
         # An exported contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
