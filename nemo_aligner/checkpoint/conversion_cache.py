@@ -41,7 +41,7 @@ _OF_NEMO = (
     "common.pt", ".metadata",
 )  # fmt: skip
 _MAX_HEADER_BYTES = 1 << 26
-_KEY_CHARACTERS = 16
+_KEY_CHARACTERS = 12
 
 
 def find_archive(source: Path) -> Path:
@@ -69,7 +69,7 @@ def find_archive(source: Path) -> Path:
                 f"{source}: it changed while it was converted. Start again when it is complete"
             )
 
-    return cached_file(path, f"{source}, as an archive,", convert)
+    return cached_file(path, str(source), convert)
 
 
 def is_hugging_face(path: Path) -> bool:

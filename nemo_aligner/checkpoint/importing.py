@@ -90,9 +90,7 @@ def import_checkpoint(
     with (
         single_process(),
         scratch_beside(output) as scratch,
-        open_nemo(
-            _refuse_hugging_face(source), tokenizer=folder_of_tokenizer, config=config
-        ) as folder,
+        open_nemo(_nemo_path(source), tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of nemo-aligner and needs no import")
@@ -120,7 +118,7 @@ def import_checkpoint(
         return _summarize(output, folder, ignored, contract)
 
 
-def _refuse_hugging_face(source: str | Path) -> Path:
+def _nemo_path(source: str | Path) -> Path:
     """Return ``source``; CheckpointError for a model that ``open_nemo`` would convert."""
     path = Path(source)
     if not path.exists():

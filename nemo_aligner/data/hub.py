@@ -53,7 +53,7 @@ def local_file(path: str) -> str:
     if Path(name).parent.is_dir():
         return path
     file = cache_folder() / "data" / f"{name.replace('/', '--')}-{split}.jsonl"
-    return str(cached_file(file, f"{name}, split {split},", partial(_download, name, split)))
+    return str(cached_file(file, f"{name}, split {split}", partial(_download, name, split)))
 
 
 def _download(name: str, split: str, output: Path) -> None:

@@ -41,16 +41,14 @@ def cached_file(path: Path, origin: str, write: Callable[[Path], None]) -> Path:
     Raises:
         ConfigError: the cache cannot be written.
     """
-    verb = "is already in"
     if not path.exists():
         with _locked(path.with_name(f".{path.name}.lock"), origin):
             # Another process may have written the file while this one waited.
             if not path.exists():
                 _write(path, write)
-                verb = "is now in"
     if path not in _reported:
         _reported.add(path)
-        say(f"{origin} {verb} the cache: {path} ({show_bytes(path.stat().st_size)})")
+        say(f"{origin}: in the cache as {path} ({show_bytes(path.stat().st_size)})")
     return path
 
 

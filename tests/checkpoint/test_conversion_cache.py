@@ -70,7 +70,7 @@ def test_reward_model_of_a_folder_has_the_bits_of_its_archive(
     (archive,) = cache.glob("rm-*")
     shown = capsys.readouterr().out
     assert shown.count("converting it to an archive") == 1
-    assert shown.count(f"{models}/rm, as an archive, is now in the cache: {archive} (") == 1
+    assert shown.count(f"{models}/rm: in the cache as {archive} (") == 1
     assert read_fingerprint(models / "rm") == read_fingerprint(models / "rm.nemo")
     data = models / "pairs.jsonl"
     assert evaluate(models / "rm", data) == evaluate(models / "rm.nemo", data)
