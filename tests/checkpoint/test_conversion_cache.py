@@ -24,6 +24,7 @@ from nemo_aligner.utils.cache import VARIABLE
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import verb_command
 from tests.checkpoint.hf.gguf_writing import write_gguf
+from tests.data.files import rows_of
 from tests.data.hubs import FakeHub
 from tests.harness import families, tiny
 from tests.serving.servers import running
@@ -132,6 +133,22 @@ def test_processes_that_start_at_once_make_one_archive(models: Path, tmp_path: P
     assert [process.returncode for process in started] == [0, 0], shown
     assert "".join(shown).count("converting it to an archive") == 1
     assert len(list((tmp_path / "models").iterdir())) == 1
+
+
+def test_ranks_of_a_run_share_one_archive(models: Path, tmp_path: Path) -> None:
+    settings = (f"rm_model_file={models / 'rm'}", f"data.path={models}/pairs.jsonl")
+    rewards = {}
+    for ranks in (1, 2):
+        output = tmp_path / f"{ranks}.jsonl"
+        done = tiny.run_verb(
+            "evaluate", *settings, f"output_rewards={output}",
+            f"model.tensor_model_parallel_size={ranks}",
+            processes=ranks, env={VARIABLE: str(tmp_path / str(ranks))},
+        )  # fmt: skip
+        assert done.stdout.count("converting it to an archive") == 1
+        assert len(list((tmp_path / str(ranks) / "models").iterdir())) == 1
+        rewards[ranks] = [row["rewards"]["chosen"] for row in rows_of(output)]
+    np.testing.assert_allclose(rewards[2], rewards[1], atol=1e-5)
 
 
 def test_changed_model_is_converted_again(models: Path, cache: Path, tmp_path: Path) -> None:
