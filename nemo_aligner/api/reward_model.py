@@ -94,7 +94,8 @@ class RewardModel:
         """Load a reward model.
 
         Args:
-            path: a ``.nemo`` archive, or a folder into which one was unpacked
+            path: a ``.nemo`` archive, or a folder into which one was unpacked; or a Hugging Face
+                folder, a ``.gguf`` file or a hub name, which is converted once into a cache
             hf_model: instead of ``path``, a Hugging Face folder or hub name; transformers then
                 runs the model
             settings: settings of ``nemo-aligner evaluate`` that are about the model, by their keys,

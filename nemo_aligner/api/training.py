@@ -52,7 +52,8 @@ def train(
     because a run reads, indexes and resumes from files.
 
     Args:
-        base: the base or reward model to start from (``pretrained_checkpoint.restore_from_path``)
+        base: the base or reward model to start from (``pretrained_checkpoint.restore_from_path``):
+            a ``.nemo`` archive, a Hugging Face folder, a ``.gguf`` file or a hub name
         records: training data, with the fields of any supported file format. Errors name record N
             as line N of the file to which it is written
         validation: held-out data, or a mapping from names to several held-out sets

@@ -4,6 +4,7 @@ The modules, in the order in which a model passes through them:
 
 - ``hf/`` converts a Hugging Face or GGUF model into a ``.nemo`` archive; ``importing`` does the
   same for checkpoints of NeMo and Megatron.
+- ``conversion_cache`` runs these conversions for commands that take a model in any format.
 - ``nemo/`` opens, checks and writes ``.nemo`` archives, and loads them into a reward model.
 - ``weights/`` reads and writes tensors in every stored format: distributed checkpoints, zarr.
 - ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the files

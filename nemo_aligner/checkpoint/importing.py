@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import is_hugging_face
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
@@ -29,8 +30,8 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     attribute_names,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
-from nemo_aligner.checkpoint.nemo.folder import NemoFolder
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive, open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder, refuse_hugging_face
 from nemo_aligner.checkpoint.nemo.load_weights import as_lazy_tensor, lazy_decoder, model_shape
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
@@ -89,7 +90,7 @@ def import_checkpoint(
     with (
         single_process(),
         scratch_beside(output) as scratch,
-        open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
+        open_nemo(_nemo_path(source), tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of nemo-aligner and needs no import")
@@ -115,6 +116,16 @@ def import_checkpoint(
         loaded_tokenizer.save(scratch / "tokenizer")
         write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
         return _summarize(output, folder, ignored, contract)
+
+
+def _nemo_path(source: str | Path) -> Path:
+    """Return ``source``; CheckpointError for a model that ``open_nemo`` would convert."""
+    path = Path(source)
+    if not path.exists():
+        raise CheckpointError(no_such_archive(path))
+    if is_hugging_face(path):
+        refuse_hugging_face(path, path)
+    return path
 
 
 def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:

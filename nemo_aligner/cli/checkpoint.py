@@ -191,13 +191,21 @@ def export_parser() -> Parser:
         "--base-license", default="unknown", metavar="NAME",
         help="the base model's licence, for the model card",
     )  # fmt: skip
+    parser.add_argument(
+        "--push", metavar="NAME",
+        help="also upload the result to the Hugging Face hub, as the model ORGANIZATION/NAME, with "
+        "the login of `hf auth login`",
+    )  # fmt: skip
     return parser
 
 
 def run_export(options: argparse.Namespace) -> int:
     """Export a reward model as a Hugging Face folder, check its scores, and print the result."""
+    from nemo_aligner.checkpoint.hf.push import check_push, push
     from nemo_aligner.utils.console import say
 
+    if options.push is not None:
+        check_push(options.push)
     say(
         str(
             export_archive(
@@ -212,6 +220,8 @@ def run_export(options: argparse.Namespace) -> int:
             )
         )
     )
+    if options.push is not None:
+        print(push(options.output, options.push))
     return 0
 
 

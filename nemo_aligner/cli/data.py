@@ -146,8 +146,8 @@ def inspect_parser() -> Parser:
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH",
-        help="a .nemo file (of a reward model also its scoring contract is used), or a folder with "
-        "tokenizer.json",
+        help="a .nemo file (of a reward model also its scoring contract is used), a folder with "
+        "tokenizer.json, a .gguf file, or a model's name on the hub",
     )  # fmt: skip
     parser.add_argument(
         "--show", type=int, default=2, metavar="N", help="records to print (default: 2)"
@@ -174,6 +174,7 @@ def inspect_parser() -> Parser:
 def run_inspect(options: argparse.Namespace) -> int:
     """Print a table and the first records of each file; return 1 if a file is invalid, else 0."""
     from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
+    from nemo_aligner.data.hub import local_files
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
     rules = None
@@ -211,7 +212,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
-    for part in inspect_files(options.files, options.train, inspection):
+    for part in inspect_files(local_files(options.files), local_files(options.train), inspection):
         print(part.text)
         all_good &= part.is_good
     return 0 if all_good else 1
@@ -267,7 +268,8 @@ def split_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH",
-        help="a .nemo file, or a folder with tokenizer.json",
+        help="a .nemo file, a folder with tokenizer.json, a .gguf file, or a model's name on the "
+        "hub",
     )  # fmt: skip
     add_format(parser)
     return parser
@@ -276,6 +278,7 @@ def split_parser() -> Parser:
 def run_split(options: argparse.Namespace) -> int:
     """Write the training file and the held-out file, and print a summary."""
     from nemo_aligner.data.clean import MalformedRule
+    from nemo_aligner.data.hub import local_file
     from nemo_aligner.data.split import Split, split_file
 
     tokenizer = None
@@ -288,7 +291,7 @@ def run_split(options: argparse.Namespace) -> int:
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
     reading = read_format(options, kind=kind, rule=rule)
     split = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
-    print(split_file(options.input, options.output, split))
+    print(split_file(Path(local_file(str(options.input))), options.output, split))
     return 0
 
 

@@ -153,7 +153,10 @@ def check_parser() -> Parser:
     """Build the parser of ``nemo-aligner check``."""
     parser = Parser("check", _CHECK)
     parser.add_argument(
-        "--checkpoint", required=True, metavar="FILE", help="a reward model's .nemo"
+        "--checkpoint",
+        required=True,
+        metavar="FILE",
+        help="a reward model: a .nemo file, or a Hugging Face folder or name",
     )
     parser.add_argument("--data", metavar="FILE", help="pairs, in any format for training")
     parser.add_argument(

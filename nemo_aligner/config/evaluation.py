@@ -26,7 +26,7 @@ class EvaluateDataConfig:
     becomes token ids.
     """
 
-    path: str | None = setting(None, "file of pairs or ratings")
+    path: str | None = setting(None, "file of pairs or ratings, or hub name[:split]")
     format: str = setting("auto", "format of the files: auto, or a name from docs/formats.md")
     prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
     chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
@@ -94,7 +94,7 @@ class EvaluateConfig:
     """All settings of ``nemo-aligner evaluate``."""
 
     rm_model_file: str | None = setting(
-        None, "reward model: a .nemo file, or the folder it unpacks to"
+        None, "reward model: a .nemo file, or a Hugging Face folder or name"
     )
     hf_model: str | None = setting(
         None, "instead: a Hugging Face reward model, as a folder or hub name"
@@ -204,7 +204,7 @@ class RewardEnvironmentConfig:
         None, "with url: environment variable with the servers' bearer token"
     )
     rm_model_file: str | None = setting(
-        None, "reward model: a .nemo file, or the folder it unpacks to"
+        None, "reward model: a .nemo file, or a Hugging Face folder or name"
     )
     precision: Precision | None = setting(
         None, "precision of the model; null: that of the scoring contract"

@@ -29,7 +29,7 @@ from nemo_aligner.utils.errors import ConfigError
 class DataPrefixConfig:
     """Data files for training, validation and test."""
 
-    train: list[str] = setting([], "files to train on")
+    train: list[str] = setting([], "files to train on, or hub data sets as name[:split]")
     validation: list[str] = setting(
         [], "files to validate on; each file is a separate validation set"
     )

@@ -292,7 +292,7 @@ class ServeConfig:
     """All settings of ``nemo-aligner serve``."""
 
     rm_model_file: str | None = setting(
-        None, "reward model: a .nemo file, or the folder it unpacks to"
+        None, "reward model: a .nemo file, or a Hugging Face folder or name"
     )
     expect_contract: str | None = setting(
         None, "reject a model whose scoring contract has another hash"
@@ -348,7 +348,7 @@ class CriticCheckpointConfig:
     """The checkpoint that the critic starts from."""
 
     restore_from_path: str | None = setting(
-        None, "reward model or critic: a .nemo file, or the folder it unpacks to"
+        None, "reward model or critic: a .nemo file, or a Hugging Face folder or name"
     )
 
 

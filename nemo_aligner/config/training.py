@@ -42,7 +42,7 @@ class PretrainedCheckpointConfig:
     """
 
     restore_from_path: str | None = setting(
-        None, "base or reward model: a .nemo file, or the folder it unpacks to"
+        None, "base or reward model: a .nemo file, or a Hugging Face folder or name"
     )
     allow_contract_change: bool = setting(
         False, "allow a change of a reward model's scoring contract"

@@ -1,21 +1,78 @@
-"""Download a data set from the Hugging Face hub as a file of JSON lines (``data fetch``)."""
+"""Download data sets of the Hugging Face hub as files of JSON lines.
+
+``fetch`` writes one to a file (``data fetch``). ``local_file`` writes one to the cache, for
+settings and options that take a data file or the name of a data set.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
 from nemo_aligner.data.records import as_json, without_other_kinds
+from nemo_aligner.utils.cache import cache_folder, cached_file
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, DataError, short
+
+_DEFAULT_SPLIT = "train"
+# ORGANIZATION/NAME or ORGANIZATION/NAME:SPLIT
+_NAME = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")
+# With one of these endings, a missing file is a misspelled path, for which the hub is not queried.
+_OF_FILES = (
+    ".json", ".jsonl", ".parquet", ".arrow", ".feather", ".csv", ".tsv", ".txt", ".yaml", ".gz",
+    ".zst", ".xz", ".bz2", ".zip",
+)  # fmt: skip
+
+
+def local_files(paths: Sequence[str]) -> list[str]:
+    """Return for each of ``paths`` the file to read; see ``local_file``."""
+    return [local_file(path) for path in paths]
+
+
+def local_file(path: str) -> str:
+    """Return ``path``, or for a data set of the hub its file in the cache, after downloading it.
+
+    A data set is downloaded once. A later revision is downloaded only after its file was removed.
+
+    Args:
+        path: a file, or ``ORGANIZATION/NAME`` with an optional ``:SPLIT``; by default ``train``.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or the cache cannot be written.
+        DataError: there is no such data set or split, or the hub cannot be reached.
+    """
+    named = _NAME.fullmatch(path)
+    if named is None or path.endswith(_OF_FILES) or Path(path).exists():
+        return path
+    name, split = named[1], named[2] or _DEFAULT_SPLIT
+    if Path(name).parent.is_dir():
+        return path
+    file = cache_folder() / "data" / f"{name.replace('/', '--')}-{split}.jsonl"
+    return str(cached_file(file, f"{name}, split {split}", partial(_download, name, split)))
+
+
+def _download(name: str, split: str, output: Path) -> None:
+    say(f"downloading {name}, split {split}, from the Hugging Face hub ...")
+    try:
+        count = fetch(name, output, split)
+    except DataError as error:
+        raise DataError(
+            f"{error}. There is no file of this name either. Correct the name; without a network, "
+            "run `nemo-aligner data fetch` where there is one, and use its file"
+        ) from error
+    if count == 0:
+        raise DataError(f"{name}, split {split}: it has no rows. Choose another split")
 
 
 def fetch(
     name: str,
     output: Path,
-    split: str = "train",
+    split: str = _DEFAULT_SPLIT,
     subset: str | None = None,
     revision: str | None = None,
 ) -> int:
@@ -36,7 +93,7 @@ def fetch(
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
+            f"data sets of the hub need Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error
     datasets.disable_progress_bars()
     described = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +33,10 @@ from nemo_aligner.data.token_index import (
     make_index,
 )
 from nemo_aligner.data.token_workers import usable_processes
-from nemo_aligner.distributed.collectives import run_on_some
+from nemo_aligner.distributed.collectives import once_per_node
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
-from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
+from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
@@ -304,7 +303,7 @@ def open_indexes(
     different = list(dict.fromkeys(paths))
     large = [path for path in different if _is_indexed(path, place)]
     prepare = lambda: {path: _prepare(path, rules, place) for path in large}  # noqa: E731
-    folders = _prepare_on_nodes(prepare) if large else {}
+    folders = once_per_node(prepare) if large else {}
     opened = {
         path: _open(path, folders[path])
         if path in folders
@@ -331,23 +330,6 @@ def _open(path: str, folder: Path) -> FileIndex:
             "Start again"
         )
     return index
-
-
-def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
-    """Run ``prepare`` on the first rank of each node; return the folders of this rank's node.
-
-    Rank 0 runs first, so that nodes that share its disk find its caches and write none.
-    """
-    process, host = find_process(os.environ), socket.gethostname()
-
-    def on_node() -> tuple[str, Folders]:
-        return host, prepare()
-
-    results = run_on_some(on_node if process.rank == 0 else None)
-    if process.local_world_size < process.world_size:
-        first_elsewhere = process.local_rank == 0 and process.rank > 0
-        results += run_on_some(on_node if first_elsewhere else None)
-    return next(folders for name, folders in filter(None, results) if name == host)
 
 
 def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from nemo_aligner.cpu.products import multiplies_bf16
 from nemo_aligner.utils.host_transfer import to_device
-from nemo_aligner.utils.processes import is_main
+from nemo_aligner.utils.processes import find_process, is_main
 
 # Collectives on Python objects and flags. All ranks must call them in the same order.
 
@@ -124,6 +126,27 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
             return [_unwrap(outcome) for outcome in (failed or outcomes) if outcome is not None]
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+def once_per_node(function: Callable[[], T]) -> T:
+    """Run ``function`` on the first rank of each node; return its node's result on every rank.
+
+    All ranks must call this. Rank 0 runs first, so that nodes that share its disk find the files
+    that it has written. See ``run_on_some`` for what the function may do. A single process calls
+    the function directly.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    process, host = find_process(os.environ), socket.gethostname()
+
+    def on_node() -> tuple[str, T]:
+        return host, function()
+
+    results = run_on_some(on_node if process.rank == 0 else None)
+    if process.local_world_size < process.world_size:
+        first_elsewhere = process.local_rank == 0 and process.rank > 0
+        results += run_on_some(on_node if first_elsewhere else None)
+    return next(result for name, result in filter(None, results) if name == host)
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

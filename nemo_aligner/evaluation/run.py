@@ -16,8 +16,9 @@ from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.readers import ReaderConfig
-from nemo_aligner.distributed.collectives import on_main
+from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.evaluation.evaluate import EvalResult, default_threshold, evaluate_file
 from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import (
@@ -209,8 +210,9 @@ class _Results:
 def _measure(
     config: EvaluateConfig, task: Task | None, reader: ReaderConfig, source: RewardSource
 ) -> _Results:
-    path = str(config.data.path)
-    about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
+    name = str(config.data.path)
+    about = {"checkpoint": source.name, "contract": source.about_contract, "data": name}
+    path = once_per_node(lambda: local_file(name))
     if config.swapped:
         about["data"] += ", chosen and rejected swapped"
     source = source.with_aggregate(config.aggregate)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.archive import check_exists
 from nemo_aligner.checkpoint.nemo.fingerprint import (
     check_expected_fingerprint,
     fingerprint_of_ensemble,
@@ -33,7 +33,7 @@ from nemo_aligner.serving.server import ServerSocket, serve
 from nemo_aligner.serving.service import Backend
 from nemo_aligner.training.critic import CriticRun, open_critic
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.processes import environment, verb_command
 
 
@@ -47,8 +47,7 @@ def run_server(config: ServeConfig) -> int:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
     files = [config.rm_model_file, *config.ensemble.files]
     for file in files:
-        if not Path(file).exists():
-            raise CheckpointError(no_such_archive(Path(file)))
+        check_exists(file)
     _check_fingerprint(files, config.expect_fingerprint)
     check_expected_contract(files[0], config.precision, config.expect_contract, "expect_contract")
     with launch(), ServerSocket(config.server) as port:

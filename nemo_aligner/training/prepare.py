@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.archive import check_exists
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, check_initial_head
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
@@ -28,8 +28,9 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract, with_aggregate
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.data.hub import local_files
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
-from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main
+from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main, once_per_node
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
 from nemo_aligner.metrics.table import Better, better_values
@@ -48,7 +49,7 @@ from nemo_aligner.training.resume import (
 )
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     check_may_resume(latest, config.exp_manager)
     if latest is not None:
         check_objective_exists(latest)
+    config = _with_local_data(config)
     base = CheckpointDescription.read(str(config.pretrained_checkpoint.restore_from_path))
     resumed = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
@@ -165,11 +167,21 @@ def check_settings(config: TrainConfig) -> None:
     base = config.pretrained_checkpoint.restore_from_path
     if base is None:
         raise ConfigError(
-            "pretrained_checkpoint.restore_from_path: it is not set. Set it to a .nemo file"
+            "pretrained_checkpoint.restore_from_path: it is not set. Set it to a .nemo file, a "
+            "Hugging Face folder, or the name of a model on the hub"
         )
-    if not Path(base).exists():
-        raise CheckpointError(no_such_archive(base))
+    check_exists(base)
     check_loggers(config.exp_manager)
+
+
+def _with_local_data(config: TrainConfig) -> TrainConfig:
+    """Replace data sets of the hub by their files, which the first rank of each node downloads."""
+    data = config.model.data
+    prefix = data.data_prefix
+    parts = (prefix.train, prefix.validation, prefix.test)
+    train, validation, test = once_per_node(lambda: [local_files(part) for part in parts])
+    prefix = replace(prefix, train=train, validation=validation, test=test)
+    return replace(config, model=replace(config.model, data=replace(data, data_prefix=prefix)))
 
 
 def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelShape:

@@ -6,6 +6,7 @@
   ``nemo-aligner`` command as a subprocess, and temporary folders.
 - ``console.py``: output of rank 0: wrapped lines, numbers, durations, progress bars.
 - ``writing.py``: atomic writing of files, and messages about a full disk.
+- ``cache.py``: the cache of converted models and downloaded data sets.
 - ``host_transfer.py``: copies between host memory and GPU that do not block the calling thread.
 - ``soft_cap.py``: reference implementation of attention with logit soft-capping.
 

@@ -261,6 +261,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+def environment_of_one_process() -> dict[str, str]:
+    """Return ``environment()`` without the variables by which a launcher starts several ranks.
+
+    A subprocess of a rank then is a process of its own, instead of another rank of the run.
+    """
+    prefixes = ("TORCHELASTIC_", "SLURM_STEP_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+    return {
+        name: value
+        for name, value in environment().items()
+        if name not in names and not name.startswith(prefixes)
+    }
+
+
 # The third part makes temporary folders that are removed when their process ends, even if it is
 # killed.
 

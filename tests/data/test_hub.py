@@ -12,10 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from nemo_aligner.data.hub import fetch
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.data.hub import fetch, local_files
+from nemo_aligner.utils.cache import VARIABLE
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.conftest import Run
 from tests.data.files import rows_of
+from tests.data.hubs import FakeHub
 from tests.harness import tiny
 from tests.harness.environments import kept_environment, make_environment
 
@@ -99,6 +101,28 @@ def test_fetch_without_datasets_says_what_to_install(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.*\[hub\]'"):
         fetch("owner/name", tmp_path / "fetched.jsonl")
+
+
+def test_data_set_becomes_a_file_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
+    hub = FakeHub(pairs).put_into(monkeypatch)
+    (tmp_path / "here").mkdir()
+    files = ["pairs.jsonl", "nowhere", "a/b/c", "here/gone", "gone/pairs.jsonl", "gone/x.parquet"]
+    assert local_files(files) == files
+    assert hub.requests == []
+    for _ in range(2):
+        paths = local_files(["owner/set", "owner/set:train", "owner/set:test"])
+    assert paths[0] == paths[1] != paths[2]
+    assert rows_of(Path(paths[2])) == rows_of(pairs)
+    assert hub.requests == [("owner/set", "train"), ("owner/set", "test")]
+    pairs.write_text("")
+    with pytest.raises(DataError, match="owner/empty, split train: it has no rows"):
+        local_files(["owner/empty"])
+    assert len(list((tmp_path / "cache/data").glob("*.jsonl"))) == 2
 
 
 def test_fetch_leaves_out_what_lines_cannot_hold_and_says_so(

@@ -50,7 +50,7 @@ def mentions(page: Path) -> list[list[str]]:
 
 
 def test_there_are_pages_with_commands() -> None:
-    assert len(commands(ROOT / "README.md")) >= 9
+    assert len(commands(ROOT / "README.md")) >= 7
 
 
 @every_page

@@ -100,6 +100,7 @@ def _write_data(folder: Path) -> None:
     _write(folder / "helpsteer2_validation.jsonl", rated[PAIRS:])
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
     (folder / "just_eval_5attr.jsonl.gz").write_bytes(gzip.compress(just.read_bytes()))
+    _copy(folder / "pairs.jsonl", folder / "Anthropic/hh-rlhf")
     answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]
     (folder / "dev_feedback.json.gz").write_bytes(gzip.compress(json.dumps(answers).encode()))
 

@@ -44,6 +44,6 @@ def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[
     with pytest.raises(PeerError, match="the run of 2 processes failed"):
         run_world(job, 2)
     assert capfd.readouterr().err == (
-        "CheckpointError: nowhere.nemo: there is no such file or folder. Pass a .nemo file, or "
-        "the folder that it unpacks to\n"
+        "CheckpointError: nowhere.nemo: there is no checkpoint. Pass a .nemo file, the folder that "
+        "it unpacks to, a Hugging Face folder, or a .gguf file\n"
     )

@@ -16,7 +16,9 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.training.dry_run import _keys_per_token, check_run
 from nemo_aligner.training.prepare import prepare_run
-from nemo_aligner.utils.errors import AlignerError
+from nemo_aligner.utils.cache import VARIABLE
+from nemo_aligner.utils.errors import AlignerError, DataError
+from tests.data.hubs import FakeHub
 from tests.harness import tiny
 
 
@@ -78,10 +80,6 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
             f"{bad}: 1 of its 25 records (4.00%) are malformed\n  {bad}:25: "
         ),
         (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is no folder",
-        ("pretrained_checkpoint.restore_from_path=Qwen/Qwen3-0.6B", 1): (
-            "Convert a model of the Hugging Face hub first: "
-            "nemo-aligner convert --input Qwen/Qwen3-0.6B"
-        ),
     }
     wrong = {}
     for (change, processes), expected in cases.items():
@@ -92,6 +90,32 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
             if expected not in str(error):
                 wrong[change] = str(error)
     assert not wrong, wrong
+
+
+def test_data_sets_of_the_hub_are_read_from_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    hub = FakeHub(folder / "pairs.jsonl").put_into(monkeypatch)
+    prefix = "model.data.data_prefix"
+    named = [
+        f"{prefix}.train=[owner/pairs,{folder}/more.jsonl]",
+        f"{prefix}.validation=owner/pairs:test",
+    ]
+    for _ in range(2):
+        output = check(folder, *named)
+    assert output.count("  records                   37") == 2
+    assert "validation-owner--pairs-test: " in output
+    assert hub.requests == [("owner/pairs", "train"), ("owner/pairs", "test")]
+    hub.problem = OSError("no route to host")
+    message = r"owner/lost, split train: .*no route to host\. .*nemo-aligner data fetch"
+    with pytest.raises(DataError, match=message):
+        check(folder, f"{prefix}.train=owner/lost")
+    assert sorted(path.name for path in (tmp_path / "data").glob("*.jsonl")) == [
+        "owner--pairs-test.jsonl",
+        "owner--pairs-train.jsonl",
+    ]
 
 
 def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
@@ -184,8 +208,8 @@ def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folde
     wrong = settings(folder, "pretrained_checkpoint.restore_from_path=nowhere.nemo")
     done = tiny.run_verb("train", "--dry-run", *wrong, check=False)
     assert done.stderr == (
-        "CheckpointError: nowhere.nemo: there is no such file or folder. Pass a .nemo file, or the "
-        "folder that it unpacks to\n"
+        "CheckpointError: nowhere.nemo: there is no checkpoint. Pass a .nemo file, the folder that "
+        "it unpacks to, a Hugging Face folder, or a .gguf file\n"
     )
     done = tiny.run_verb("train", "model.seed=3", check=False)
     first, *keys = done.stderr.splitlines()

@@ -15,6 +15,7 @@ Export from ``.nemo`` (entry point: ``export``):
 - ``reward_archive`` reads an archive with Hugging Face's names, and converts the head's form.
 - ``export`` writes a folder; ``check`` loads it with transformers and compares its rewards.
 - ``pooling`` exports heads that read the mean of a response, for sentence-transformers.
+- ``push`` uploads the result to the hub.
 - ``adapter`` exports LoRA for peft, and ``gguf_out`` a GGUF file for llama.cpp. ``card`` writes the
   model card.
 

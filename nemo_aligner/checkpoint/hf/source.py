@@ -5,7 +5,6 @@ This module also compares the tensors of a checkpoint with those that its model 
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    find_or_download,
+)
 from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
     LAYERS,
@@ -54,13 +58,6 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Files in subfolders are not downloaded, because some repositories use them for other formats;
-# exceptions are the heads in this package's exports (score*). Mistral's second copy of its weights
-# (consolidated*) is not downloaded, either.
-_TOKENIZER = ["*.json", "*.jinja"]
-_DOWNLOADED = ["*.safetensors", *_TOKENIZER]
-_NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
 _MAX_NAME_LENGTH = 255  # limit of common file systems; opening a longer name raises OSError
 _DTYPES = safetensors_dtypes()
 
@@ -104,7 +101,7 @@ def open_source(source: str | Path) -> Source:
             "got a .nemo archive. An archive of this package needs no conversion; import one of "
             "NeMo with `nemo-aligner import`"
         )
-    return _open_folder(_find_or_download(source, _DOWNLOADED))
+    return _open_folder(find_or_download(source, MODEL_FILES))
 
 
 def tokenizer_folder(source: str | Path) -> Path:
@@ -113,7 +110,7 @@ def tokenizer_folder(source: str | Path) -> Path:
     Raises:
         CheckpointError: there is no such folder or model, or it has no ``tokenizer.json``.
     """
-    folder = _find_or_download(source, _TOKENIZER)
+    folder = find_or_download(source, TOKENIZER_FILES)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{folder}: it has no tokenizer.json, the file of a fast tokenizer. transformers' "
@@ -131,37 +128,8 @@ def find_exported_contract(source: str | Path) -> Path | None:
     Raises:
         CheckpointError: there is no such folder or model.
     """
-    path = _find_or_download(source, _TOKENIZER) / CONTRACT_NAME
+    path = find_or_download(source, TOKENIZER_FILES) / CONTRACT_NAME
     return path if path.is_file() else None
-
-
-def _find_or_download(source: str | Path, files: list[str]) -> Path:
-    """Return an existing path unchanged, or download ``files`` of a model on the hub."""
-    path = Path(source)
-    if path.exists():
-        return path
-    missing = f"{source}: there is no such folder or file"
-    if not _HUB_NAME.fullmatch(str(source)):
-        raise CheckpointError(
-            f"{missing}. Pass an existing path, or the name of a model on the hub as "
-            "ORGANIZATION/NAME"
-        )
-    # The parent folder exists, so this is a misspelled path, and the hub is not queried.
-    if path.parent.is_dir():
-        raise CheckpointError(
-            f"{missing}, and {path.parent} is a folder here. Correct the path, or run from another "
-            "folder if you mean the model on the hub"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
-        )
-    except Exception as error:  # the network library may raise anything
-        raise CheckpointError(
-            f"there is no such folder, and no such model on the hub: {error}"
-        ) from error
 
 
 def _open_gguf(path: Path) -> Source:

@@ -3,7 +3,8 @@
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
 programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, whether it is
-an archive or a folder.
+an archive or a folder; a Hugging Face model it opens as its conversion in the cache
+(``conversion_cache``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import tarfile
@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch.distributed as dist
 import yaml
 
+from nemo_aligner.checkpoint.conversion_cache import find_archive, is_hub_name
 from nemo_aligner.checkpoint.nemo.folder import (
     CONFIG_NAME,
     CONTRACT_NAME,
@@ -34,10 +35,9 @@ from nemo_aligner.checkpoint.nemo.folder import (
     WEIGHTS_NAME,
     NemoFolder,
     folder_of,
-    refuse_hugging_face,
 )
 from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json
-from nemo_aligner.distributed.collectives import barrier, gather_objects
+from nemo_aligner.distributed.collectives import barrier, gather_objects, once_per_node
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
@@ -54,7 +54,7 @@ def open_nemo(
     tokenizer: str | Path | None = None,
     config: str | Path | None = None,
 ) -> Iterator[NemoFolder]:
-    """Open a checkpoint of NeMo or Megatron for reading.
+    """Open a checkpoint of NeMo or Megatron, or a Hugging Face model, for reading.
 
     If torch.distributed is initialised, every rank must call it. One rank of each host unpacks an
     archive into the temporary directory, and removes the folder when all ranks have left the block
@@ -62,16 +62,20 @@ def open_nemo(
     damage is found before any weight is used.
 
     Args:
-        path: an archive, or a folder.
+        path: an archive, or a folder. A Hugging Face folder, a ``.gguf`` file or a name of the hub
+            is converted first, unless the cache has its archive; the first rank of each node does
+            that. Errors then name ``path``, not the archive in the cache.
         with_weights: if false, weights are not unpacked, and ``NemoFolder.weights`` must not be
             used.
         tokenizer: folder that replaces the checkpoint's tokenizer.
         config: file that replaces the checkpoint's settings.
 
     Raises:
-        CheckpointError: no such archive, an unsafe member, a missing part, or damaged data.
+        CheckpointError: no such archive, an unsafe member, a missing part, or damaged data; or a
+            model that cannot be downloaded or converted.
     """
     path = Path(path)
+    archive = once_per_node(lambda: find_archive(path))
     replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
     def open_folder(root: Path) -> NemoFolder:
@@ -81,17 +85,17 @@ def open_nemo(
 
     # The rank that unpacked the archive has opened the folder already; the other ranks open it
     # here.
-    prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, open_folder))
+    prepared, root = _once_per_host(archive, lambda: _prepare(archive, with_weights, open_folder))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
         yield open_folder(root) if prepared is None else prepared[1]
     except BaseException:
         if not has_peers:  # else other ranks may still be reading
-            _remove_unpacked(root, path)
+            _remove_unpacked(root, archive)
         raise
     if has_peers:
         barrier()
-    _remove_unpacked(root, path)
+    _remove_unpacked(root, archive)
 
 
 # Result of ``_prepare``: the folder with the files, and the checkpoint that was opened in it.
@@ -119,10 +123,6 @@ def _prepare(
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # Check for a GGUF file before unpacking. Otherwise the error would call it an unreadable tar
-    # archive.
-    if path.is_file():
-        refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, is_needed)
     try:
         if root == path:
@@ -215,18 +215,21 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
     return root
 
 
-def no_such_archive(source: str | Path) -> str:
-    """Return the error text for a missing archive.
+def check_exists(source: str | Path) -> None:
+    """Raise CheckpointError if a checkpoint does not exist.
 
-    It has a hint if the name looks like a hub model.
+    It is for checks before anything large is loaded. A name of the hub passes: only opening it
+    queries the hub.
     """
-    path = Path(source)
-    missing = f"{path}: there is no such file or folder"
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
-        return f"{missing}. Pass a .nemo file, or the folder that it unpacks to"
+    if not Path(source).exists() and not is_hub_name(source):
+        raise CheckpointError(no_such_archive(source))
+
+
+def no_such_archive(source: str | Path) -> str:
+    """Return the error text for a missing archive."""
     return (
-        f"{missing}. Convert a model of the Hugging Face hub first: nemo-aligner "
-        f"convert --input {path} --output {path.name}.nemo"
+        f"{source}: there is no checkpoint. Pass a .nemo file, the folder that it unpacks to, a "
+        "Hugging Face folder, or a .gguf file"
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nemo_aligner.checkpoint.conversion_cache import find_archive
 from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, no_such_archive, read_members
 from nemo_aligner.checkpoint.nemo.folder import (
     CONFIG_NAME,
@@ -57,7 +58,8 @@ def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
 def read_fingerprint(source: str | Path) -> str | None:
     """Read the fingerprint of a ``.nemo`` file, or of the folder it unpacks to.
 
-    It reads only the beginning of the archive, up to the fingerprint, and no weights.
+    It reads only the beginning of the archive, up to the fingerprint, and no weights. A Hugging
+    Face model is converted first, as by ``open_nemo``.
 
     Returns:
         The fingerprint; None if the archive has neither a fingerprint nor checksums.
@@ -65,7 +67,7 @@ def read_fingerprint(source: str | Path) -> str | None:
     Raises:
         CheckpointError: there is no such archive, it cannot be read, or its fingerprint is invalid.
     """
-    path = Path(source)
+    path = find_archive(Path(source))
     if path.is_dir():
         return _read_from_folder(path, path)
     if not path.is_file():

@@ -354,7 +354,6 @@ def refuse_hugging_face(path: Path, source: Path) -> None:
         raise CheckpointError(
             f"{source}: got {description}, wanted a checkpoint of NeMo or Megatron; "
             "`nemo-aligner convert` converts it to a .nemo archive"
-            + ("" if is_gguf else ", and hf_model= evaluates a reward model without converting it")
         )
     refuse_adapter(path, source)
 

@@ -159,6 +159,19 @@ def head_names(folder: NemoFolder) -> list[str]:
     return [name.removeprefix(HEAD_PREFIX) for name in names]
 
 
+def missing_contract(folder: NemoFolder) -> CheckpointError:
+    """Return the error for a checkpoint that cannot score, as it has no scoring contract."""
+    if not head_names(folder):
+        return CheckpointError(
+            f"{folder.source}: it is a base model without a reward head, so it gives no rewards. "
+            "Train a reward model from it with `nemo-aligner train`, or use a reward model"
+        )
+    return CheckpointError(
+        f"{folder.source}: it has no scoring contract, which defines how a sample becomes a score. "
+        "Use a reward model that `nemo-aligner` has trained, imported or converted"
+    )
+
+
 def read_head(folder: NemoFolder) -> dict[str, Tensor]:
     """Read the reward head's tensors by name (``head_names``), fp32 and unsharded; collective."""
     return {name: _read_unsharded(folder, HEAD_PREFIX + name) for name in head_names(folder)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import find_tokenizer
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
@@ -28,6 +29,7 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
     load_backbone,
+    missing_contract,
     model_shape,
     read_head,
 )
@@ -286,10 +288,7 @@ def reward_model_without_weights(
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
     if contract is None:
-        raise CheckpointError(
-            f"{folder.source}: it has no scoring contract, which defines how a sample becomes a "
-            "score. Use a reward model that `nemo-aligner` has trained, imported or converted"
-        )
+        raise missing_contract(folder)
     if tokenizer.fingerprint != contract.tokenizer_fingerprint:
         raise CheckpointError(
             f"{folder.source}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
@@ -550,7 +549,7 @@ def _check_same_outputs(
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a .nemo file, its unpacked folder, or a folder with tokenizer.json.
+    """Load the tokenizer of what ``open_nemo`` opens, or of any folder with tokenizer.json.
 
     Raises:
         AlignerError: ``path`` has no tokenizer.
@@ -559,6 +558,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
+    path = find_tokenizer(path)
     if (path / "tokenizer.json").is_file():
         # An exported contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
@@ -575,7 +575,7 @@ def read_or_build_text_rules(
     """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
     Args:
-        path: a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
+        path: a checkpoint, or a folder with tokenizer.json; see ``read_tokenizer``.
         data: settings from which a missing contract is built.
         attributes: names of the rewards; empty for a ranking model.
         reads: the tokens at which the head reads the reward.

@@ -102,8 +102,8 @@ def test_archive_that_is_none_or_ends_early_is_named(tmp_path: Path, scratch: Pa
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "nowhere", tmp_path / "folder"):
         assert refuse(path, scratch) == (
-            f"{path}: there is no such file or folder. Pass a .nemo file, or the folder that it "
-            "unpacks to"
+            f"{path}: there is no checkpoint. Pass a .nemo file, the folder that it unpacks to, a "
+            "Hugging Face folder, or a .gguf file"
         )
     path = pack(tmp_path / "a.nemo", ("a", b"x" * 2000))
     path.write_bytes(path.read_bytes()[: 512 + 1500])
