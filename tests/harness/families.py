@@ -573,10 +573,14 @@ def single_experts(
         name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.clone, tensor.__getitem__)
         for name, tensor in tensors.items()
     }
-    # In memory transformers gives the output layer of a GPT-NeoX another name.
+    # In memory transformers gives the output layer of a GPT-NeoX another name, and ERNIE's bias for
+    # the choice of experts.
     (output,) = family.untied.hf
     lazy_tensors = {
-        output if name == "lm_head.weight" else name: lazy for name, lazy in lazy_tensors.items()
+        output
+        if name == "lm_head.weight"
+        else name.replace(".gate.moe_statics", ".moe_statics"): lazy
+        for name, lazy in lazy_tensors.items()
     }
     renamed = split_fused_experts(family, family.rules(config), lazy_tensors)
     return {name: tensor.read() for name, tensor in renamed.items()}

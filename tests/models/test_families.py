@@ -481,13 +481,15 @@ def test_family_in_16_bits_is_near_and_its_stream_in_fp32(
     """In scoring the residual stream is fp32, and products are not."""
     made = build(case)
     wanted = our_rewards(made.ours, layout)
+    # In 16 bits a token near a tie of the router's scores goes to another expert.
+    tolerance = 0.2 if case in layouts.MIXTURES else 0.1
     for precision in (Precision.bf16, Precision.fp16) if case in layouts.CASES else (BF16,):
         model = load(made.path, layout, precision)
         seen, dtype = watch(model), model.config.params_dtype
         assert dtype is torch.bfloat16 or precision is not BF16
         assert {weight.dtype for weight in model.decoder.parameters()} == {dtype}
         assert model.rm_head.weight.dtype is torch.float32
-        assert_close(our_rewards(model, layout, sharing(case)), wanted, 0.1, precision)
+        assert_close(our_rewards(model, layout, sharing(case)), wanted, tolerance, precision)
         assert seen == {"layers": {torch.float32}, "products": {dtype}}
 
 

@@ -11,7 +11,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
-from nemo_aligner.models.shapes.experts import ExpertShape
+from nemo_aligner.models.shapes.experts import QUICK_GEGLU, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
 from nemo_aligner.models.shapes.latent_attention import (
@@ -252,7 +252,7 @@ class ModelShape:
     @property
     def is_gated(self) -> bool:
         """True if the MLP multiplies its activation by a second linear projection of the input."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", QUICK_GEGLU)
 
     @property
     def norms_have_biases(self) -> bool:

@@ -336,8 +336,12 @@ def test_family_export_is_what_was_converted(
     is_odd = dtype is torch.bfloat16
     shape = families.odd_settings(case) if is_odd else {}
     families.write_reward_model(tmp_path / "there", case, dtype, **shape)
-    # Two or three query groups; a group of zeros is added, and removed by the export.
-    convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=2 if is_odd else 3)
+    # Two or three query groups; a group of zeros is added, and removed by the export. Latent
+    # attention without a latent of queries takes no more heads than divide its latents.
+    tensor_parallel = 2 if is_odd else 3
+    if case == "deepseek_v3_untied":
+        tensor_parallel = 1
+    convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=tensor_parallel)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
     # The export has compared samples that are longer than any window.
     assert summary.largest_difference < 2e-5
