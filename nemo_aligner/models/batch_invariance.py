@@ -48,8 +48,8 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     is_on_gpu = next(model.parameters()).is_cuda
     engine = engine_layers(model)
     if rows == ROWS_BY_DEVICE:
-        # TransformerEngine's layers are not tried out. They have one chunk size, which pads short
-        # packs.
+        # With TransformerEngine's layers no other chunk sizes are tried, so short packs are padded
+        # to one chunk.
         has_trial = is_on_gpu and not engine
         rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
     if rows is not None and engine and model.config.sequence_parallel:
@@ -79,9 +79,10 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
 
 
 def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
-    """Try the chunk sizes of all matmuls on this GPU, and return a size by which to pad packs.
+    """Try the chunk sizes of all matmuls on this GPU; return the multiple to which to pad packs.
 
-    The result is the largest of the layers' smallest chunk sizes, on any rank of the model.
+    Every layer has a smallest chunk size. The result is the largest of them over all layers and all
+    ranks of the model.
     """
     for weight, bias in _list_matmuls(model):
         gpu_products.chunk_sizes(weight, bias, rows)
@@ -110,7 +111,7 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
     """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
 
     Call it only for a batch invariant model that is neither trained nor saved afterwards. At most
-    one layer's weight exists twice at a time.
+    one layer's weight exists in both layouts at a time.
     """
     for layer in _invariant_layers(model):
         weight = reordered_for_products(layer.weight.detach())
@@ -124,7 +125,7 @@ def try_all_products(model: GPTRewardModel) -> None:
 
 
 def _invariant_layers(model: GPTRewardModel) -> list[Any]:
-    """List the linear layers of the decoder whose matmuls have a fixed number of rows."""
+    """List the decoder's linear layers that run in chunks with a fixed number of rows."""
     layers = [layer for layer in model.modules() if isinstance(layer, ColumnLinear | RowLinear)]
     return [layer for layer in layers if layer.invariant_rows is not None]
 

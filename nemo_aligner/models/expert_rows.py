@@ -1,4 +1,4 @@
-"""Rows that experts compute: counts for each expert, and exchange between expert parallel ranks."""
+"""Token rows of an MoE layer: how many each expert computes, and their exchange between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.autograd import Function
 class RowCounts:
     """Number of rows of each expert; the rows are sorted by expert.
 
-    The counts are copied to the host only where it needs them, because the host has to wait for the
-    GPU.
+    The counts are copied to the host only where its code needs them, because the copy makes the
+    host wait for the GPU.
 
     Attributes:
         per_expert: ``[experts]`` int64 on the device; None for a single expert, which has all rows.

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA), as a module for megatron-core's layers.
 
-See section 2.1 of DeepSeek-V2, arXiv:2405.04434. megatron-core has its own module. It shares no
-prefixes, and its up projections cannot run in chunks of a fixed number of rows.
+See section 2.1 of DeepSeek-V2, arXiv:2405.04434. megatron-core's own module is not used, because it
+shares no prefixes, and its up projections cannot run in chunks of a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LatentAttention(MegatronModule):
         why_not_graphed: why CUDA graphs do not capture this module.
     """
 
-    why_not_graphed = "latent attention has not been tested with them"
+    why_not_graphed = "latent attention has not been tested with CUDA graphs"
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LatentAttention(MegatronModule):
         return module(mixed, context)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute ``attend`` with gradients.
+        """Compute the result of ``attend`` with gradients.
 
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
@@ -125,8 +125,9 @@ class LatentAttention(MegatronModule):
             query = self.linear_q_up_proj(self.q_latent_layernorm(query))[0]
         expanded, _ = self.linear_kv_up_proj(self.kv_latent_layernorm(latent))
         if self._group.size() > 1:
-            # The forward pass changes nothing. The backward pass sums the gradient over the ranks,
-            # because each rank has only some of the heads. The up projections do the same.
+            # This call changes nothing in the forward pass. Its backward pass sums the gradient
+            # over the ranks, because each rank has only some of the heads. The up projections do
+            # the same for the latents.
             rotary_key = tensor_parallel.copy_to_tensor_model_parallel_region(
                 rotary_key, self._group
             )

@@ -25,8 +25,10 @@ Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
 
 ByLength = tuple[list[int], Tensor]
-"""The distinct ``ModelShape.length_dependent_rope`` numbers of a pack, and ``[T]`` int64 indices of
-every token's number among them.
+"""Which RoPE each token of a pack has, in a model whose RoPE depends on the sequence's length.
+
+First the distinct numbers that ``ModelShape.length_dependent_rope`` returns for the sequences, then
+``[T]`` int64: for each token the index of its number among these.
 """
 
 
@@ -120,7 +122,7 @@ def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype)
 
 
 def _exponents(count: int) -> Tensor:
-    """Compute the exponents ``[count]`` of the base, by the same operations as transformers.
+    """Compute the exponents ``[count]`` of RoPE's base, by the same operations as transformers.
 
     Other operations would round differently, which changes RoPE visibly at positions in the
     thousands.
@@ -146,7 +148,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
-        """Return half the index of the channel that turns ``turns`` times in the old context."""
+        """Return the index of the frequency that makes ``turns`` full turns in the old context."""
         wavelength = yarn.old_context_len / (turns * 2 * math.pi)
         return channels * math.log(wavelength) / (2 * math.log(base))
 

@@ -91,8 +91,9 @@ def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Score
 def by_operator(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
 
-    It is also used for attention sinks: torch's public function does not let its backward pass use
-    another log-sum-exp. Arguments and result are those of ``by_public_function``.
+    It is also used for attention sinks: the backward pass then needs a log-sum-exp that includes
+    the sinks, which torch's public function does not accept. Arguments and result are those of
+    ``by_public_function``.
     """
     query, key, value, sinks = tensors
     arguments = packed_arguments(query, key, value, segments, scores)
@@ -142,7 +143,8 @@ class _WithSinks(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (bounds, is_causal, options), grad = ctx.call, grads[0].contiguous()
-        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout is off
+        # seed of the kernel's dropout, which is off
+        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)
         gradients = gpu_flash_attention_backward(
             grad, query, key, value, out, lse, *bounds, 0.0, is_causal, no_seed, no_seed, **options
         )

@@ -55,7 +55,10 @@ def norm_forward(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the sum ``x + alpha * added``, its norm, and rows' factors; see ``fused.Kernels``."""
+    """Compute the sum ``x + alpha * added``, its norm, and the factor that norms each row.
+
+    ``fused.Kernels.norm_forward`` describes arguments and results.
+    """
     total = x if added is None else torch.add(x, added, alpha=alpha)
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -68,21 +68,22 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or, only of
-            experts, ``quick-geglu``; or, without a gate, ``squared-relu``, ``gelu``, ``gelu-tanh``
-            (GELU's tanh approximation), or ``xielu``, which has two learned parameters in each
-            layer.
+        activation: the MLP's activation. With a gate: ``swiglu``, ``geglu`` (tanh GELU) and, only
+            for experts, ``quick-geglu``. Without a gate: ``squared-relu``, ``gelu``, ``gelu-tanh``
+            (GELU's tanh approximation) and ``xielu`` (two learned parameters in each layer).
         normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
             same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
         qk_layernorm_across_heads: the norms of queries and keys take their statistics over all
             heads together, as in OLMo 2, rather than over each head.
-        zero_query_groups: how many of the query groups are zeros, added for tensor parallelism.
+        zero_query_groups: how many of the query groups have only zero weights; they were added so
+            that the tensor parallel size divides the groups.
         pre_layernorms: the inputs of attention and MLP are normed.
-        post_layernorms: the outputs of attention and MLP are normed before they are added.
+        post_layernorms: the outputs of attention and MLP are normed before they are added to the
+            residual stream.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of what attention and MLP add to the residual stream.
-        window_size: number of keys that a token sees, its own included; None is all before it.
+        window_size: number of keys that a token sees, its own included; None is no window.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
         window_attn_skip_freq: layers without the window, instead of ``window_pattern``: N for every
@@ -268,7 +269,7 @@ class ModelShape:
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Return how many keys a token sees in a layer, numbered from 1; None is all before it."""
+        """Return how many keys a token sees in a layer, numbered from 1; None is no window."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
@@ -305,9 +306,12 @@ class ModelShape:
         return self.linear_attention is None and self.moe_layer_freq is None
 
     def of_layer(self, layer_number: int) -> ModelShape:
-        """Return the shape of a model with the modules of layer 1 to ``num_layers`` in each layer.
+        """Return the shape of a model whose layers all have the modules of this one layer.
 
         The windows and RoPE of layers may still differ.
+
+        Args:
+            layer_number: number of the layer, from 1 to ``num_layers``.
         """
         if self.is_uniform:
             return self
@@ -359,7 +363,8 @@ class ModelShape:
             if count % tp != 0:
                 raise ConfigError(
                     f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
-                    f"Convert it with --tensor-parallel={tp}, which adds query groups of zeros."
+                    f"Convert the checkpoint with nemo-aligner convert --tensor-parallel={tp}, "
+                    "which adds query groups of zeros."
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(
@@ -400,7 +405,7 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count ``layer_parameters`` of attention alone, of whichever kind it is."""
+        """Count the parameters of a layer's attention: those that TP shards, and the replicated."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
         if self.latent_attention is not None:

@@ -92,7 +92,7 @@ class LatentAttentionShape:
 
     @property
     def key_value_width(self) -> int:
-        """Outputs of the up projection of all keys, without their part with RoPE, and values."""
+        """Outputs of the up projection: all heads' keys without RoPE channels, and their values."""
         return self.heads * (self.qk_nope_head_dim + self.v_head_dim)
 
     @property
@@ -174,8 +174,8 @@ def _check_sizes(config: Mapping[str, Any], shape: LatentAttentionShape) -> None
         # The rows of the input projection are ordered by head, for tensor parallelism: each head
         # has its query and an equal part of the latent.
         problem = (
-            f"kv_lora_rank: got {shape.kv_lora_rank} without {QUERY_RANK}, wanted a sum with "
-            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} that the {heads} heads divide"
+            f"kv_lora_rank: got {shape.kv_lora_rank} without {QUERY_RANK}, wanted kv_lora_rank + "
+            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} to be a multiple of the {heads} heads"
         )
     elif shape.q_lora_rank is None and config.get("zero_query_groups"):
         problem = (
