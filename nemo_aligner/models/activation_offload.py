@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Host buffers have at most this many sizes between two powers of two. With few
-# sizes, a buffer that one pack gives back fits the next pack.
+# Host buffers have at most this many sizes between two powers of two. With few sizes, a buffer that
+# one pack gives back fits the next pack.
 _SIZE_STEPS = 8
 
 

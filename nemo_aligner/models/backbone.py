@@ -100,8 +100,8 @@ def transformer_config(
         # Packs differ in length. For that megatron-core requires this dispatcher, even without MoE.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are summed over all micro-batches of a step, and divided once by the global
-        # count.
+        # Gradients are summed over all micro-batches of a step, and divided once by the number
+        # of losses on all ranks.
         calculate_per_token_loss=True,
         # Weights come from a checkpoint, so nothing is initialised. perform_initialization=False
         # would also skip the tensor_model_parallel attributes, by which the gradient norm tells
@@ -333,8 +333,8 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor output gates, nor norms of queries
     and keys after RoPE. The code path that calls them supports neither biases of all linear layers
-    nor a parallel residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it
-    is not used there.
+    nor a parallel residual. In fp32 TransformerEngine rounds to TF32 whatever torch's precision
+    setting is, so it is not used for fp32.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms

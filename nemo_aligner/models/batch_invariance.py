@@ -119,7 +119,7 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
 
 
 def try_all_products(model: GPTRewardModel) -> None:
-    """Try all chunk sizes of a batch invariant model on a CPU now, so that no request waits."""
+    """Try now, on a CPU, which chunk sizes give bit-identical results, so that no request waits."""
     for layer in _invariant_layers(model):
         try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)
 
@@ -139,7 +139,8 @@ def _wrap_in_chunks(layer: Any) -> Any:
         rows = rows_now(layer)
         if rows is None:
             return forward(x)
-        # The second output is a bias for the caller to add. These layers have added theirs already.
+        # The second output is a bias for the caller to add. These layers have already added
+        # their bias.
         return in_chunks(lambda piece: forward(piece)[0], x, rows), None
 
     return in_chunks_of_rows

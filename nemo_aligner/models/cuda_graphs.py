@@ -115,7 +115,7 @@ class Capture(Protocol):
         """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``; return its result, and a function that computes it again in place."""
+        """Record ``work``; return its result, and a function that computes it anew in place."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work`` without running it; return a function that runs it."""

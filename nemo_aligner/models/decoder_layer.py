@@ -107,7 +107,7 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _mlp_norm(self) -> Any:
-        """The norm of the MLP's input; in a layer with a single norm, that norm."""
+        """The norm of the MLP's input: the layer's input norm, if the layer has only one norm."""
         return self.input_layernorm if self._has_one_norm else self.pre_mlp_layernorm
 
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,10 +134,10 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _has_attend(self) -> bool:
-        """Tell if the attention module has ``attend``, for all between its first and last matmul.
+        """True if the attention module has ``attend``, for all between its two linear layers.
 
-        Linear and latent attention have it. For megatron-core's SelfAttention this layer computes
-        the steps in between.
+        Linear and latent attention have it. For megatron-core's SelfAttention, ``PackedLayer``
+        itself computes what is between ``linear_qkv`` and ``linear_proj``.
         """
         return hasattr(self.self_attention, "attend")
 
@@ -207,7 +207,7 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _norms_after_rope(self) -> Norms | None:
-        """The norms of queries and keys if they come after RoPE; None for a model without such."""
+        """The norms of queries and keys that come after RoPE; None if the model has none there."""
         attention = self.self_attention
         if not attention.core_attention.norms_after_rope:
             return None
@@ -234,7 +234,7 @@ class PackedLayer(TransformerLayer):
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _balance(self, context: PackContext) -> Balance:
-        """Return which rows of the MLP the router of this layer counts as tokens.
+        """Return which of the MLP's rows are real tokens, which this layer's router counts.
 
         The last layer overrides this method, because its MLP computes only the rows that the head
         reads.
@@ -313,7 +313,8 @@ class PackedLayer(TransformerLayer):
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
         attended = infer(joined, value, context, self._norms_after_rope)
         if gate is not None:
-            # Copy the view first: its strides would decide how threads split the elements.
+            # Copy the view: otherwise its strides decide how torch splits the elements over
+            # threads.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
             is_cpu = gate.is_cpu
             factors = (

@@ -271,7 +271,10 @@ class ExpertLinear(torch.nn.Module):
             self.bias.allreduce = self.weight.allreduce  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``[N, in] -> [N, out]`` by each row's expert; the rows are sorted by expert."""
+        """Multiply each row by its expert's matrix, ``[N, in] -> [N, out]``.
+
+        The rows are sorted by expert, and ``counts`` has the number of each expert's rows.
+        """
         product = self._multiply(inputs, counts, rows)
         if self.bias is not None:
             # Only the first of the ranks with partial sums adds the bias. All compute its gradient.

@@ -23,14 +23,17 @@ _FEWEST_ROWS, _ROW_FACTOR = 16, 4
 
 
 def round_up_tokens(count: int) -> int:
-    """Round up a number of tokens to a multiple of 128, and by an eighth at most above 1024."""
+    """Round up a number of tokens to a multiple of 128; above 1024 by at most an eighth."""
     octave = 1 << max(count - 1, 1).bit_length()
     step = max(_TOKEN_STEP, octave // 16)
     return -(-count // step) * step
 
 
 def round_up_rows(count: int) -> int:
-    """Round up the number of rows that a head reads: to 16, 64 or 256, above like tokens."""
+    """Round up the number of rows that a head reads: to 16, 64 or 256.
+
+    Above 256 it is rounded up by ``round_up_tokens``.
+    """
     rows = _FEWEST_ROWS
     while rows < min(count, 2 * _TOKEN_STEP):
         rows *= _ROW_FACTOR

@@ -60,8 +60,8 @@ class ChunkTree:
     Attributes:
         rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: the
             ``previous`` rows in front of the chunk, which the convolution needs, and the chunk's
-            own 64; -1 where the sequence has no row. Rows from T on are those in front of the
-            pack: ``previous`` of each of the P cached prefixes.
+            own 64; -1 where the sequence has no row. Rows from T on stand for the last
+            ``previous`` tokens of each of the P cached prefixes.
         places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
         taken: ``[P]`` int64 slots, in the pool, of the states behind the cached prefixes; None if

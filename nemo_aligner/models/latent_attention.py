@@ -177,13 +177,17 @@ class LatentAttention(MegatronModule):
         return query.flatten(2), keys, rotary_key
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather channels from the TP ranks; a rank's gradient is its part of the whole one."""
+        """Gather channels from the TP ranks; a rank's gradient is that of its own channels."""
         if self._group.size() == 1:
             return part
         return tensor_parallel.gather_from_tensor_model_parallel_region(part, self._group)
 
     def _split_keys(self, expanded: Tensor) -> tuple[Tensor, Tensor]:
-        """Split ``[..., heads * (n + v)]`` into keys ``[..., heads, n]``, and values."""
+        """Split the up projection's output into keys without RoPE, and values.
+
+        The output is ``[..., heads * (n + v)]``, the keys are ``[..., heads, n]``, and the values
+        ``[..., heads, v]``.
+        """
         by_head = expanded.unflatten(-1, (self._heads, -1))
         plain_key, value = by_head.tensor_split([self._latent.qk_nope_head_dim], -1)
         return plain_key, value

@@ -88,7 +88,7 @@ class ColumnLinear(ColumnParallelLinear):
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_, *args, **options)
-        if bias is not None:  # megatron-core returns the bias to fused kernels
+        if bias is not None:  # megatron-core leaves adding the bias to the caller
             output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
@@ -141,14 +141,17 @@ class RowLinear(RowParallelLinear):
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
-        if bias is not None:  # megatron-core returns the bias to fused kernels
+        if bias is not None:  # megatron-core leaves adding the bias to the caller
             output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
         return output, None
 
     def infer(self, input_: Tensor) -> Tensor:
-        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, like ``ColumnLinear.infer``."""
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients.
+
+        Matmuls run in chunks of ``invariant_rows`` rows, if that is set.
+        """
         rows = self.invariant_rows
         if rows is None:
             return RowLinear.forward(self, input_)[0]
@@ -298,7 +301,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
     """LayerNorm; its stored weight is gamma, or ``gamma - 1`` (NeMo's LayerNorm1P).
 
-    Its parameters are marked like the weight of ``SequenceParallelRMSNorm``.
+    Its parameters are marked, so that Megatron sums their gradients over the TP ranks under
+    sequence parallelism.
 
     Attributes:
         has_bias: a bias is added.

@@ -82,7 +82,7 @@ class LoraAdapter(torch.nn.Module):
         replicated.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, rows: int | None, context: PackContext | None = None) -> Tensor:
-        """Compute the adapter's output.
+        """Compute ``scale * B A x``, which the linear layer adds to its output.
 
         Args:
             rows: fixed number of rows of a matmul, from ``rows_now``; None is no fixed number.
@@ -323,7 +323,8 @@ class LoraDropout:
         Args:
             keys: ``[T]`` int32 from ``token_keys``.
             linear: number of the linear layer in the model.
-            first_channel: index of ``x``'s first channel, where TP ranks split the channels.
+            first_channel: index of ``x``'s first channel in the layer's whole input, which TP ranks
+                may split.
         """
         numbers = torch.arange(first_channel, first_channel + x.size(-1), device=x.device)
         channels = _hash_tensor(numbers, _hash_numbers(self.seed, linear))

@@ -74,7 +74,7 @@ class Rotation:
 
 
 def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
-    """Build the rotations of a model.
+    """Build a model's rotary embeddings.
 
     Args:
         rope: megatron-core's rotary embedding, with the frequencies of ``rotary_base``.
@@ -108,7 +108,11 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
 
 
 def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
-    """Return the index in ``rotations`` for a layer, numbered from 1; None if it has no RoPE."""
+    """Return the index in ``rotations`` of a layer's RoPE; None if the layer has no RoPE.
+
+    Args:
+        layer_number: number of the layer, from 1.
+    """
     if not shape.rotates(layer_number):
         return None
     has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None

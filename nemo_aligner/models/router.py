@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # Added to the sum of a token's sigmoid scores before scores are divided by it, as in DeepSeek-V3.
 _LEAST_TOTAL = 1e-20
-# Least sum of softmax scores that were chosen with a bias, as in ERNIE 4.5.
+# Lower bound for the sum of the chosen experts' softmax scores, where a bias was added to the
+# scores for the choice, as in ERNIE 4.5.
 _LEAST_BIASED_TOTAL = 1e-12
 
 
@@ -123,7 +124,10 @@ class Router(torch.nn.Module):
         return _rank(scores)[:, : shape.top_k].contiguous()
 
     def _weigh(self, scores: Tensor) -> Tensor:
-        """Compute the weights of the chosen experts from their ``scores [T, k]``."""
+        """Compute the weights of the chosen experts from their ``scores [T, k]``.
+
+        In some models they are divided by their sum, or multiplied by a constant.
+        """
         shape, weights = self._shape, scores
         if shape.renormalized:
             total, *lower_ranked = scores.unbind(-1)

@@ -46,7 +46,7 @@ class StatePool:
         return sum(tensor.nbytes for tensor in tensors)
 
     def touch(self) -> None:
-        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
+        """Write to the whole pool once, because Linux allocates host memory at the first write."""
         for tensor in (*self._states.values(), *self._inputs.values()):
             tensor.zero_()
 

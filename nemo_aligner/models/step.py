@@ -57,8 +57,8 @@ def forward_backward(
             (``losses.base.reward_gradient``).
 
     Returns:
-        Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
-        pipeline stage; None on the others.
+        Rewards ``[S, A]`` float32, with A outputs of the head for each of the S sequences of this
+        rank's records, in the order of ``batches``. None on all pipeline stages but the last.
     """
     return _run(model, batches, layout, loss)
 
@@ -160,7 +160,7 @@ def gather_rewards(
 
     Args:
         rewards: the result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
-        shape: ``(S, A)`` of the result.
+        shape: ``(S, A)``: number of sequences on all ranks, and number of outputs of the head.
 
     Returns:
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.

@@ -35,7 +35,7 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 
 
 class Feature(Enum):
-    """A feature of a layer's attention scores that not every backend supports; see ``Scores``."""
+    """A feature of attention scores that not every backend supports, such as a sliding window."""
 
     WINDOW = "sliding windows"
     SOFT_CAP = "logit soft-capping"
@@ -285,7 +285,7 @@ _AttendVarlen = Callable[[_Tensors, PackedSegments, Scores], Tensor]
 def _by_varlen(
     attend: _AttendVarlen,
 ) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
-    """Wrap a variable-length kernel, which needs only a pack's bounds, as a ``Backend.compute``."""
+    """Wrap a variable-length kernel as a ``Backend.compute``; such kernels need no plan of a pack."""
 
     def attend_without_plan(
         tensors: _Tensors, segments: PackedSegments, case: Case, plan: None
@@ -401,7 +401,7 @@ def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Return a warning that says why attention is slow on this GPU; None if it is fast."""
+    """Return a warning that says why attention is slow on this GPU; None if it is not slow."""
     if not torch.cuda.is_available():
         return None
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
@@ -421,7 +421,7 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
 
 
 def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Return why keys and values cannot go around a ring of ranks; None if they can.
+    """Return why ``model.cp_comm_type=p2p``, the ring of ranks, cannot be used; None if it can.
 
     The ring merges partial results by their log-sum-exp, so a kernel has to return the log-sum-exp
     and to take it in its backward pass.

@@ -93,7 +93,7 @@ class _Ring(Function):
             )
             if arriving is not None:
                 to_arrived += arriving()
-                del arriving  # drops the last reference to the gradients that this rank sent
+                del arriving  # frees the gradients that this rank has sent
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
@@ -311,11 +311,13 @@ def _add_on_cpu(
     lse: Tensor,
     scale: float | None,
 ) -> None:
-    """Merge the attention to one rank's keys into ``out [n, heads, c]`` and ``lse [n, heads]``.
+    """Merge attention to one rank's keys into the results so far, ``out`` and ``lse``.
 
     Args:
         blocks: which queries see which of these keys.
         inputs: queries ``[n, heads, c]``, and that rank's keys and values ``[m, groups, c]``.
+        out, lse: ``[n, heads, c]`` attention to the keys of earlier ranks, and ``[n, heads]`` its
+            log-sum-exp.
     """
     groups = inputs[1].size(1)
     *heads, o = (as_heads(x, groups) for x in (*inputs, out))

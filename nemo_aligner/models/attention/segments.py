@@ -102,7 +102,7 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
 class PackedSegments:
     """The segments of a pack, in the form that attention kernels need.
 
-    Values that all layers need are cached properties, or a ``plan`` of the layers' backend.
+    Values that all layers share are computed once, as cached properties or as a backend's ``plan``.
 
     Attributes:
         lengths: tokens of every segment.
@@ -186,7 +186,7 @@ class PackedSegments:
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Prepend a layer's cached keys and values to the pack's: ``[C + T, groups, c]`` each.
 
-        Also store in the pool the keys and values of those pack tokens that are to be cached.
+        Also store in the pool the keys and values of the pack tokens that ``cached`` selects.
         """
         if key.is_cuda and self.cached is not None and self.pool is not None:
             keys, values = self.pool.exchange(layer_number, key, value, self.cached)
@@ -202,7 +202,7 @@ class PackedSegments:
         return keys, values
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Store in the pool the keys and values of those pack tokens that are to be cached.
+        """Store in the pool the keys and values of the pack tokens that ``cached`` selects.
 
         Args:
             key, value: ``[T, groups, c]`` of all tokens of the pack.
@@ -222,7 +222,7 @@ class PackedSegments:
 
     @cached_property
     def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """Return the pack's rows to store, and their pool slots; as slices where possible."""
+        """Return the pack's rows to store, and their pool slots; as slices if consecutive."""
         assert self.cached is not None
         return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
@@ -238,7 +238,7 @@ class PackedSegments:
 
     @cached_property
     def queries(self) -> list[Queries]:
-        """The parts of the pack's own segments whose queries this rank computes, in their order."""
+        """The parts of the pack's own segments whose queries this rank computes, in pack order."""
         return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
 
     def chain(self, part: Queries) -> tuple[int, ...]:
@@ -312,9 +312,11 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
 def _index_keys(
     parts: Sequence[Queries], prefixes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], Tensor]:
-    """Count each part's keys, and index them in order of position.
+    """Count the keys that each part sees, and list their indices in order of position.
 
     Args:
+        parts: parts of segments whose queries this rank computes.
+        prefixes: number of each segment's prefix, -1 for none.
         lengths: lengths of all segments, the cached ones first.
 
     Returns:
@@ -412,7 +414,7 @@ class KeyValuePool:
         return of_states + sum(layer.nbytes for layer in self._layers.values())
 
     def touch(self) -> None:
-        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
+        """Write to the whole pool once, because Linux allocates host memory at the first write."""
         for layer in self._layers.values():
             layer.zero_()
         if self.states is not None:
@@ -450,7 +452,7 @@ def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tens
 
     ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
     c]``. In the backward pass their gradients are summed over the ranks, because each rank has
-    other queries.
+    different queries.
     """
     return _gather(torch.stack([key, value], dim=1), index)
 
@@ -527,7 +529,7 @@ class _Gather(Function):
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Combine outputs that are split over context parallel ranks into ``[count, A]``; collective.
+    """Combine a head's outputs from all context parallel ranks into ``[count, A]``; collective.
 
     A rank has the rows ``local [r, A]``, A values for each of r tokens that a head reads. They
     belong at the indices ``rows [r]`` of the result.

@@ -28,7 +28,11 @@ _AMPERE = (8, 0)
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Return why FlashAttention 2 cannot run heads of this dtype and size here; None if it can."""
+    """Return why this GPU cannot run FlashAttention 2 on such heads; None if it can.
+
+    Args:
+        channels: number of channels of a head.
+    """
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -48,7 +52,7 @@ def has_public_function(with_window: bool) -> bool:
 
 
 def has_operator(with_window: bool) -> bool:
-    """Tell if torch's private operator can be used, and supports windows if ``with_window``."""
+    """Tell if torch's private operator can be used; with ``with_window``, if it has windows."""
     return not with_window or "window_size" in _varlen_parameters()
 
 
@@ -73,7 +77,7 @@ def _varlen_parameters() -> frozenset[str]:
 def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's public function, which supports grouped heads from torch 2.12 on.
 
-    Of ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
+    In ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
     each, with the C cached tokens first; sinks must be None. The result is ``[n, heads, c]``.
     """
     from torch.nn.attention.varlen import varlen_attn

@@ -36,7 +36,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
-# Fields that older checkpoints lack, with the values that their models have.
+# Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -50,7 +50,7 @@ _NAMED_LATER = {
     "attention_sinks": False,
     "proj_bias": False,
 }
-# The same for the fields of ``ExpertShape``.
+# Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER_OF_EXPERTS = {
     "score_function": "softmax",
     "expert_bias": False,
@@ -179,7 +179,7 @@ class ModelShape:
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
 
-        Fields that old checkpoints lack are left out if they have the values of old models.
+        Fields that older checkpoints lack are omitted if they have the values of older models.
         """
         fields = asdict(self)
         del fields["zero_query_groups"]  # zero groups do not change a reward

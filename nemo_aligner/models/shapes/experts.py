@@ -144,7 +144,8 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
 
     Raises:
         CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
-            without a gate, which are not supported with experts; or ``_read_router`` raises.
+            without a gate, which are not supported with experts; or the router's keys are wrong
+            (``_read_router``).
     """
     _check_activation(config)
     if not config.get(EXPERT_COUNT):

@@ -13,7 +13,8 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 # Megatron's keys. ``q_lora_rank`` may be None, and is then not read with the others.
 LATENT_ATTENTION, QUERY_RANK = "multi_latent_attention", "q_lora_rank"
 LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# This package's own key: epsilon of the norms of the latents. Without it, it is that of all norms.
+# This package's own key: epsilon of the norms of the latents. Without this key they use
+# ``layernorm_epsilon``.
 LATENT_EPSILON = "latent_layernorm_epsilon"
 # Settings of attention that are not supported with MLA, each with the values that switch it off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -115,7 +116,7 @@ class LatentAttentionShape:
         """Check that tensor parallelism splits the input projection evenly.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the size does not divide the projection's channels.
         """
         if self.q_lora_rank is not None and self.projection_width % tp != 0:
             raise ConfigError(
