@@ -386,11 +386,11 @@ class DecoderGraphs:
 
     @property
     def replayed(self) -> int:
-        """Number of packs that ran by a graph."""
+        """Number of packs that ran by a CUDA graph."""
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
-        """Tell if packs run by graphs now; if not, log the reason once."""
+        """Tell if packs can run by CUDA graphs now; if not, log the reason once."""
         if self._failed:
             return False
         reason = self._why_not() if is_training else None
@@ -402,7 +402,7 @@ class DecoderGraphs:
         """Compute the hidden states of a pack that is padded to fixed sizes.
 
         The pack runs by the graph of its key. A key gets a graph when it occurs for the second
-        time; until then, or without a graph, the decoder runs as usual.
+        time. Until then, and beyond the most graphs, the decoder runs without a graph.
         """
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
@@ -489,9 +489,9 @@ def why_not_graphed(model: Any) -> str | None:
     if sizes != (1, 1, 1):
         return "the model is split over several ranks"
     if routers(model):
-        return "it has experts, and the host waits for the number of tokens of each one"
+        return "the host has to wait for the number of tokens of each of the model's experts"
     if engine_layers(model):
-        return "its layers are TransformerEngine's"
+        return "the model's layers are TransformerEngine's"
     for layer in model.modules():
         if hasattr(layer, "why_not_graphed"):
             return layer.why_not_graphed
@@ -515,5 +515,5 @@ def why_not_graphed_in_training(model: Any) -> str | None:
         return "data parallel ranks exchange gradients and weights during a pass"
     trained = [parameter for parameter in model.decoder.parameters() if parameter.requires_grad]
     if not trained or any(not hasattr(parameter, "main_grad") for parameter in trained):
-        return "its trained weights have no gradient buffers of Megatron"
+        return "the model's trained weights have no gradient buffers of Megatron"
     return None

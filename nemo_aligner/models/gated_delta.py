@@ -132,7 +132,7 @@ def _list_chunks(
     places: dict[int, int] = {}  # maps the last row of a chunk to the chunk's index in its level
     for segment, chain in enumerate(chains_of(prefixes, num_cached)):
         if segment + num_cached in shared:
-            continue  # a prefix is listed with the sequences that continue it
+            continue  # this segment is a prefix, so it is listed as a part of longer sequences
         local = [*(number - num_cached for number in chain if number >= num_cached), segment]
         spans = [np.arange(starts[number], starts[number + 1]) for number in local]
         count = sum(map(len, spans))

@@ -285,7 +285,7 @@ _AttendVarlen = Callable[[_Tensors, PackedSegments, Scores], Tensor]
 def _by_varlen(
     attend: _AttendVarlen,
 ) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
-    """Wrap a variable-length kernel as a ``Backend.compute``; such kernels need no plan of a pack."""
+    """Wrap a variable-length kernel, which needs no plan of a pack, as a ``Backend.compute``."""
 
     def attend_without_plan(
         tensors: _Tensors, segments: PackedSegments, case: Case, plan: None

@@ -274,12 +274,12 @@ class ModelShape:
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
     def rotates(self, layer_number: int) -> bool:
-        """Tell if a layer, numbered from 1, has RoPE."""
+        """Tell if a layer, numbered from 1, applies RoPE to its queries and keys."""
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Length up to which all sequences have the same RoPE; None if there is no such limit."""
+        """Number of tokens up to which sequences have the same RoPE; None if all have the same."""
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
@@ -405,7 +405,7 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count the parameters of a layer's attention: those that TP shards, and the replicated."""
+        """Count the parameters of attention: those that TP shards, and those that are replicated."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
         if self.latent_attention is not None:
@@ -434,7 +434,7 @@ class ModelShape:
 
         The ratio is two multiply-adds per channel of every head, divided by one for each parameter
         that a token goes through. For models with windows it is an upper bound. Layers with linear
-        attention have no such pairs.
+        attention count as 0.
         """
         layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
         width = sum(layer.active_mlp_width for layer in layers) / self.num_layers

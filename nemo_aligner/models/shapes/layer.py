@@ -66,7 +66,7 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields that describe a layer's modules."""
+    """Read the fields of ``ModelShape`` that describe a layer's modules, by field name."""
     normalization = config.get("normalization", "rmsnorm")
     if config.get("proj_bias") and config.get("post_layernorms"):
         raise CheckpointError(
