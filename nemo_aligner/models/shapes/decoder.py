@@ -405,7 +405,7 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count the parameters of attention: those that TP shards, and those that are replicated."""
+        """Count the parameters of attention: those that TP shards, and the replicated ones."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
         if self.latent_attention is not None:
