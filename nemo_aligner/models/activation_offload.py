@@ -1,4 +1,4 @@
-"""Activation offload: keep what layers save for their backward pass in host memory until then.
+"""Activation offload: tensors saved for the backward pass stay in host memory until it runs.
 
 While a layer computes, a side stream copies the activations of the layer below it to page-locked
 host memory. In the backward pass the copies come back one layer ahead of their use. So the
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Host buffers have at most this many sizes between two powers of two. There are few sizes, so that
-# packs can share buffers.
+# Host buffers have at most this many sizes between two powers of two. With few sizes, a buffer that
+# one pack gives back fits the next pack.
 _SIZE_STEPS = 8
 
 
@@ -82,7 +82,8 @@ class _LayerActivations:
             the last of them.
         buffer: page-locked memory borrowed from ``_HostBuffers``.
         copied: the event after which ``buffer`` is complete; None on a CPU.
-        arrived: the event after which the GPU has all storages back.
+        arrived: the event after which the GPU has all storages back; None while no copy to the GPU
+            is under way.
         is_on_device: the device has all storages, or they are on their way back.
         stays: this layer is never offloaded.
     """
@@ -107,7 +108,8 @@ class _LayerActivations:
     def return_buffer(self) -> None:
         """Return this layer's host buffer for reuse.
 
-        The next layer's copy cannot overwrite it too early: the side stream runs copies in order.
+        A copy between this buffer and the GPU may still be queued. The copy of the buffer's next
+        user comes after it, because the side stream runs copies in order.
         """
         if self.buffer is not None:
             self._buffers.give_back(self.buffer)
@@ -179,8 +181,8 @@ class ActivationOffload:
         self._smallest = _SMALLEST_BYTES if is_gpu else 0
         self._side = torch.cuda.Stream() if is_gpu else None
         self._buffers = _HostBuffers(self._side.synchronize if self._side else lambda: None)
-        # State of the current forward pass. ``_layer`` is None outside of one, for example while
-        # activations are recomputed.
+        # State of the current forward pass. ``_layer`` is None outside of a forward pass, for
+        # example while activations are recomputed.
         self._layer: _LayerActivations | None = None
         self._number = 0
         self._shared: Any = None
@@ -202,8 +204,8 @@ class ActivationOffload:
         """Offload what the decoder's layers save within the context.
 
         Args:
-            shared: objects whose tensors are not offloaded, because others keep them on the GPU
-                anyway.
+            shared: objects whose tensors are not offloaded, because other code keeps them on the
+                GPU until the backward pass anyway, such as the pack's context.
         """
         self._number, self._shared = -1, shared
         self._resident = {_storage_address(parameter) for parameter in self._decoder.parameters()}
@@ -252,8 +254,7 @@ class ActivationOffload:
     def _end_layer(self, layer: _LayerActivations) -> None:
         """Start to copy the activations of ``layer``, which has just run, to the host.
 
-        The copy of the layer below was started one layer earlier, so that layer's GPU memory is
-        freed first.
+        First free the GPU memory of the layer below, whose copy was started one layer earlier.
         """
         self._release_leaving()
         if layer.stays:
@@ -280,7 +281,7 @@ class ActivationOffload:
     def _release_leaving(self) -> None:
         """Free the GPU memory of ``_leaving``, the layer whose copy to the host was started last.
 
-        The compute stream waits for that copy; the host goes on.
+        The compute stream waits for that copy; the host does not.
         """
         layer, self._leaving = self._leaving, None
         if layer is None:
@@ -367,7 +368,8 @@ def offload_activations(model: Any) -> ActivationOffload:
 
     Raises:
         ConfigError: the layers are TransformerEngine's. They read Megatron's attributes from the
-            weights that autograd saved, and hooks on saved tensors return weights without these.
+            weights that autograd saved, and hooks on saved tensors return weights without these
+            attributes.
     """
     if engine_layers(model):
         raise ConfigError(
@@ -398,7 +400,7 @@ def offload_activations(model: Any) -> ActivationOffload:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's C++ storage object, which stays when its data moves."""
+    """Return the address of a tensor's C++ storage object, the same even after its data moves."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 

@@ -114,7 +114,8 @@ class XIELU(_Activation):
 class _QuickGeGLU(_Activation):
     """gpt-oss' ``(up + 1) * gate * sigmoid(1.702 * gate)``: ``[..., 2 f] -> [..., f]``.
 
-    The gate is clamped from above and ``up`` on both sides, if the config has a limit.
+    If the config sets ``activation_func_clamp_value``, the gate is clamped to at most this limit,
+    and ``up`` to between minus and plus the limit.
     """
 
     is_gated = True

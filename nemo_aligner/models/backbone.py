@@ -100,8 +100,8 @@ def transformer_config(
         # Packs differ in length. For that megatron-core requires this dispatcher, even without MoE.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are summed over all micro-batches of a step, and divided once by the global
-        # count.
+        # Gradients are summed over all micro-batches of a step, and divided once by the number
+        # of losses on all ranks.
         calculate_per_token_loss=True,
         # Weights come from a checkpoint, so nothing is initialised. perform_initialization=False
         # would also skip the tensor_model_parallel attributes, by which the gradient norm tells
@@ -142,7 +142,8 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": shape.qk_layernorm,
         "attention_output_gate": shape.attention_output_gate,
         "activation_func_clamp_value": shape.experts and shape.experts.clamp_value,
-        # Each layer's tensors then have names of their own in a checkpoint.
+        # Checkpoints then name each layer's tensors separately. By default megatron-core stacks the
+        # layers' tensors, which then need equal shapes.
         "hetereogenous_dist_checkpoint": not shape.is_uniform,
     }
 
@@ -221,7 +222,7 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
     Attributes:
         heads: number of heads over all ranks. Like ``zero_heads`` it is set on the class, because
             megatron-core's constructor call does not pass it.
-        zero_heads: how many of the heads are all zeros, added for TP; the mean leaves them out.
+        zero_heads: how many of the heads are all zeros, added for TP; the mean excludes them.
     """
 
     heads: int
@@ -327,13 +328,13 @@ def _transformer_engine_parts() -> _Parts:
 
 
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
+    """Tell if layers are built from TransformerEngine: if it is installed and supports the model.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor output gates, nor norms of queries
     and keys after RoPE. The code path that calls them supports neither biases of all linear layers
-    nor a parallel residual. In fp32 it rounds to TF32 whatever torch's precision setting is, so it
-    is not used there.
+    nor a parallel residual. In fp32 TransformerEngine rounds to TF32 whatever torch's precision
+    setting is, so it is not used for fp32.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms

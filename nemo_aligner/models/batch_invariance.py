@@ -48,8 +48,8 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     is_on_gpu = next(model.parameters()).is_cuda
     engine = engine_layers(model)
     if rows == ROWS_BY_DEVICE:
-        # TransformerEngine's layers are not tried out. They have one chunk size, which pads short
-        # packs.
+        # With TransformerEngine's layers no other chunk sizes are tried, so short packs are padded
+        # to one chunk.
         has_trial = is_on_gpu and not engine
         rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
     if rows is not None and engine and model.config.sequence_parallel:
@@ -79,9 +79,10 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
 
 
 def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
-    """Try the chunk sizes of all matmuls on this GPU, and return a size by which to pad packs.
+    """Try the chunk sizes of all matmuls on this GPU; return the multiple to which to pad packs.
 
-    The result is the largest of the layers' smallest chunk sizes, on any rank of the model.
+    Every layer has a smallest chunk size. The result is the largest of them over all layers and all
+    ranks of the model.
     """
     for weight, bias in _list_matmuls(model):
         gpu_products.chunk_sizes(weight, bias, rows)
@@ -110,7 +111,7 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
     """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
 
     Call it only for a batch invariant model that is neither trained nor saved afterwards. At most
-    one layer's weight exists twice at a time.
+    one layer's weight exists in both layouts at a time.
     """
     for layer in _invariant_layers(model):
         weight = reordered_for_products(layer.weight.detach())
@@ -118,13 +119,13 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
 
 
 def try_all_products(model: GPTRewardModel) -> None:
-    """Try all chunk sizes of a batch invariant model on a CPU now, so that no request waits."""
+    """Try now, on a CPU, which chunk sizes give bit-identical results, so that no request waits."""
     for layer in _invariant_layers(model):
         try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)
 
 
 def _invariant_layers(model: GPTRewardModel) -> list[Any]:
-    """List the linear layers of the decoder whose matmuls have a fixed number of rows."""
+    """List the decoder's linear layers that run in chunks with a fixed number of rows."""
     layers = [layer for layer in model.modules() if isinstance(layer, ColumnLinear | RowLinear)]
     return [layer for layer in layers if layer.invariant_rows is not None]
 
@@ -138,7 +139,8 @@ def _wrap_in_chunks(layer: Any) -> Any:
         rows = rows_now(layer)
         if rows is None:
             return forward(x)
-        # The second output is a bias for the caller to add. These layers have added theirs already.
+        # The second output is a bias for the caller to add. These layers have already added
+        # their bias.
         return in_chunks(lambda piece: forward(piece)[0], x, rows), None
 
     return in_chunks_of_rows

@@ -37,9 +37,10 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """The inputs of a decoder's pass: ``tokens`` and ``positions [T]`` int64, and their context.
+    """The inputs of a decoder for one pack: its ``tokens``, ``positions`` and ``PackContext``.
 
-    The context lacks RoPE's tables, which the decoder computes from the positions.
+    Tokens and positions are ``[T]`` int64. The context has no RoPE tables yet: the decoder computes
+    them from the positions.
     """
 
     tokens: Tensor
@@ -88,7 +89,7 @@ class DecoderInputs:
         return DecoderInputs(self.tokens.clone(), self.positions.clone(), context)
 
     def fill(self, inputs: DecoderInputs) -> None:
-        """Overwrite this object's tensors by those of another pack, before a graph is replayed.
+        """Copy another pack's values into this object's tensors, before a graph is replayed.
 
         The graph reads the memory of this object's tensors, and never that of ``inputs``.
 
@@ -114,7 +115,7 @@ class Capture(Protocol):
         """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``; return its result, and a function that computes it again in place."""
+        """Record ``work``; return its result, and a function that computes it anew in place."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work`` without running it; return a function that runs it."""
@@ -127,7 +128,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share a memory pool, which is safe as only one runs at a time."""
+    """Captures CUDA graphs that share a memory pool, safe as only one graph runs at a time."""
 
     def __init__(self) -> None:
         # All graphs use one stream, because memory pools and cuBLAS's workspaces belong to a
@@ -238,7 +239,7 @@ class _Leaves:
     def adding(self) -> Iterator[None]:
         """Let the stand-ins' hooks add gradients to ``main_grad`` within the context.
 
-        Outside of it the hooks drop the gradients, as for a trial run before a capture.
+        Outside of it the hooks drop the gradients: those of the warm-up run before a capture.
         """
         self._sums.are_taken = True
         try:
@@ -266,8 +267,8 @@ class _Graph:
         self.output = output.detach()
         self.replay_backward = capture.backward(self._learn_back)
         device = inputs.tokens.device
-        # An input that requires a gradient, so that the autograd function's result requires one,
-        # too.
+        # ``_Replayed`` gets this input, which requires a gradient, so that autograd also calls its
+        # backward.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     def run(self, inputs: DecoderInputs, replays: Counter[str]) -> Tensor:
@@ -290,7 +291,8 @@ class _Graph:
         return self.output.detach()
 
     def _decode_buffers(self) -> Tensor:
-        # Copy the segments without cached properties, which may hold values of an earlier pack.
+        # ``replace`` makes new segments without the old ones' cached properties, which may hold
+        # values of an earlier pack.
         context = replace(self._inputs.context, segments=replace(self._inputs.context.segments))
         return self._decode(replace(self._inputs, context=context))
 
@@ -312,8 +314,8 @@ class _Graph:
 
     def _learn_nothing(self) -> None:
         hidden, self._hidden = self._learn(), None
-        # A gradient of zeros, because matmuls add weight gradients to ``main_grad`` even in this
-        # run.
+        # Use a gradient of zeros: some matmuls add weight gradients to ``main_grad`` even in this
+        # warm-up run.
         self.grad = torch.zeros_like(hidden)
         torch.autograd.backward(hidden, self.grad)
 
@@ -384,23 +386,23 @@ class DecoderGraphs:
 
     @property
     def replayed(self) -> int:
-        """Number of packs that ran by a graph."""
+        """Number of packs that ran by a CUDA graph."""
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
-        """Tell if packs run by graphs now; if not, log the reason once."""
+        """Tell if packs can run by CUDA graphs now; if not, log the reason once."""
         if self._failed:
             return False
         reason = self._why_not() if is_training else None
         if reason is not None:
-            self._warn_once(f"model.cuda_graphs: not in training, because {reason}")
+            self._warn_once(f"model.cuda_graphs: training runs without them, because {reason}")
         return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
         """Compute the hidden states of a pack that is padded to fixed sizes.
 
         The pack runs by the graph of its key. A key gets a graph when it occurs for the second
-        time; until then, or without a graph, the decoder runs as usual.
+        time. Until then, and beyond the most graphs, the decoder runs without a graph.
         """
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
@@ -436,7 +438,7 @@ class DecoderGraphs:
             self._failed = True
             self._graphs.clear()
             logger.warning(
-                "model.cuda_graphs: a capture failed; packs run without graphs from here on",
+                "model.cuda_graphs: a capture failed, so batches run without graphs from now on",
                 exc_info=error,
             )
             return
@@ -444,14 +446,15 @@ class DecoderGraphs:
         more = self._capture.used_bytes() - used_before
         if is_main():
             logger.info(
-                f"CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "
-                f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more"
+                f"captured CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "
+                f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more GPU memory"
             )
 
     def _drop_if_moved(self, learns: bool) -> None:
         """Drop all graphs if the address of a weight or of a gradient buffer has changed.
 
-        Their kernels would still use the old addresses, for example after an offload and reload.
+        The graphs' kernels would still use the old addresses, for example after an offload and
+        reload.
         """
         if not self._parameters:
             for module in self._modules:
@@ -486,14 +489,14 @@ def why_not_graphed(model: Any) -> str | None:
     if sizes != (1, 1, 1):
         return "the model is split over several ranks"
     if routers(model):
-        return "the host waits for the number of tokens of each expert"
+        return "the host has to wait for the number of tokens of each of the model's experts"
     if engine_layers(model):
-        return "its layers are TransformerEngine's"
+        return "the model's layers are TransformerEngine's"
     for layer in model.modules():
         if hasattr(layer, "why_not_graphed"):
             return layer.why_not_graphed
         if isinstance(layer, PackedAttention) and not layer.has_kernel:
-            return "attention runs one segment at a time"
+            return "attention runs one sequence at a time on this GPU"
     return None
 
 
@@ -507,10 +510,10 @@ def why_not_graphed_in_training(model: Any) -> str | None:
     if model.lora_dropout is not None:
         return "LoRA has dropout"
     if config.gradient_accumulation_fusion and has_apex_weight_gradients():
-        return "weight gradients are Apex's"
+        return "Apex computes the weight gradients"
     if config.no_sync_func is not None:
-        return "gradients are reduced, and weights gathered, during a pass"
+        return "data parallel ranks exchange gradients and weights during a pass"
     trained = [parameter for parameter in model.decoder.parameters() if parameter.requires_grad]
     if not trained or any(not hasattr(parameter, "main_grad") for parameter in trained):
-        return "there are no gradient buffers"
+        return "the model's trained weights have no gradient buffers of Megatron"
     return None

@@ -32,10 +32,11 @@ class PackedLayer(TransformerLayer):
     Args:
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
-        one_norm: that input has attention's norm, because the MLP has none.
+        one_norm: the layer has a single norm, whose output both attention and the MLP read.
 
     Attributes:
-        pointwise: kernels of the operations between the matmuls; scoring on a CPU uses others.
+        pointwise: kernels of the operations between the matmuls, in training and on a GPU. Scoring
+            on a CPU uses others.
     """
 
     pointwise: PointwiseKernels = EAGER
@@ -86,15 +87,15 @@ class PackedLayer(TransformerLayer):
     def _learn(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Compute the layer with gradients.
 
-        It calls modules rather than their ``forward``, because their hooks wait for weights that
-        Megatron is still gathering.
+        It calls modules rather than their ``forward``, so that their hooks run. Megatron's hooks
+        wait until a module's weights have been gathered from the data parallel ranks.
         """
         attended = self._attend_in_training(self.input_layernorm(hidden), context)
         added, _ = self.self_attention.linear_proj(attended, context=context)
         hidden = self._select_rows(hidden, context)
         if isinstance(self.mlp, MixtureOfExperts):
-            # Neither the sum and norm nor the split of heads is fused for MoE layers, so that runs
-            # resumed from older checkpoints round as before.
+            # MoE layers do not use the fused kernels (sum and norm, split of heads): earlier
+            # versions did not either, and a resumed run has to round as it did under them.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
             added, _ = self.mlp(self._mlp_norm(hidden), self._balance(context))
         else:
@@ -106,11 +107,11 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _mlp_norm(self) -> Any:
-        """The norm of the MLP's input."""
+        """The norm of the MLP's input: the layer's input norm, if the layer has only one norm."""
         return self.input_layernorm if self._has_one_norm else self.pre_mlp_layernorm
 
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Add attention's output to the stream; return the sum and the normed input of the MLP."""
+        """Add attention's output to the residual stream; return the sum, and the MLP's input."""
         if self._is_parallel:
             normed = self._mlp_norm(hidden)
             return torch.add(hidden, added, alpha=self._multiplier), normed
@@ -133,17 +134,23 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _has_attend(self) -> bool:
-        """Tell if the attention module computes all between its two linear layers by ``attend``.
+        """True if the attention module has ``attend``, for all between its two linear layers.
 
-        Linear attention and latent attention do. For megatron-core's SelfAttention this layer does.
+        Linear and latent attention have it. For megatron-core's SelfAttention, ``PackedLayer``
+        itself computes what is between ``linear_qkv`` and ``linear_proj``.
         """
         return hasattr(self.self_attention, "attend")
 
     def _attend_to_keys(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Attend in training as megatron-core's attention does, without an output gate."""
+        """Compute the attention of megatron-core's SelfAttention in training.
+
+        Args:
+            mixed: the output of linear_qkv. The caller applies its output gates, if any.
+        """
         attention = self.self_attention
         core = attention.core_attention
-        # Sinks are parameters of the core attention, so a hook of Megatron may wait for them.
+        # Megatron's hooks, which wait until parameters have been gathered, run only when a module
+        # is called. Sinks are parameters of ``core``, so ``core`` has to be called then.
         is_plain = core.softmax_offset is None and not isinstance(self.mlp, MixtureOfExperts)
         if self._splits_and_rotates and is_plain:
             heads = self._split_and_rotate(mixed, context)
@@ -159,7 +166,7 @@ class PackedLayer(TransformerLayer):
         """Split the output of linear_qkv into heads, as megatron-core's SelfAttention does.
 
         Args:
-            mixed: as in ``_split_groups``.
+            mixed: the output of linear_qkv, in the layout that ``_split_groups`` describes.
 
         Returns:
             Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, before RoPE.
@@ -181,8 +188,8 @@ class PackedLayer(TransformerLayer):
                 2`` heads: the gates come behind the queries.
 
         Returns:
-            Views ``[T, 1, groups, repeats * c]`` of queries and gates, which have no channels in a
-            model without, and ``[T, 1, groups, c]`` of keys and values.
+            Views ``[T, 1, groups, repeats * c]`` of queries and gates, and ``[T, 1, groups, c]`` of
+            keys and values. In a model without output gates the view of gates is empty.
         """
         attention = self.self_attention
         channels = attention.hidden_size_per_attention_head
@@ -194,13 +201,13 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _norms_before_rope(self) -> bool:
-        """True if queries and keys are normed before RoPE; else both norms may be IdentityOp."""
+        """True if the model norms queries and keys before RoPE; False if after it or not at all."""
         after_rope = self.self_attention.core_attention.norms_after_rope
         return self.config.qk_layernorm and not after_rope
 
     @property
     def _norms_after_rope(self) -> Norms | None:
-        """The norms of queries and keys for attention to apply after RoPE; None if it does not."""
+        """The norms of queries and keys that come after RoPE; None if the model has none there."""
         attention = self.self_attention
         if not attention.core_attention.norms_after_rope:
             return None
@@ -227,7 +234,7 @@ class PackedLayer(TransformerLayer):
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _balance(self, context: PackContext) -> Balance:
-        """Return which rows of the MLP the router of this layer counts as tokens.
+        """Return which of the MLP's rows are real tokens, which this layer's router counts.
 
         The last layer overrides this method, because its MLP computes only the rows that the head
         reads.
@@ -240,8 +247,8 @@ class PackedLayer(TransformerLayer):
         hidden = self._select_rows(hidden, context)
         is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
         if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
-            # Matmuls are cut into chunks of this size anyway. Cutting here saves joining them in
-            # between.
+            # On a CPU matmuls run in chunks of MOST_ROWS rows. Splitting the rows once, here, saves
+            # joining the chunks after each matmul.
             parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
             return torch.cat([self._infer_behind_attention(*part) for part in parts])
         return self._infer_behind_attention(attended, hidden)
@@ -252,7 +259,7 @@ class PackedLayer(TransformerLayer):
         norm = self._mlp_norm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if self._is_parallel:
-            # Before the sum, which may be in place.
+            # Compute the norm before the sum, which may overwrite ``hidden``.
             normed = norm.forward(hidden)
             hidden = self._add_to_stream(added, hidden)
         elif can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
@@ -306,7 +313,8 @@ class PackedLayer(TransformerLayer):
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
         attended = infer(joined, value, context, self._norms_after_rope)
         if gate is not None:
-            # Copy the view first: its strides would decide how threads split the elements.
+            # Copy the view: otherwise its strides decide how torch splits the elements over
+            # threads.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
             is_cpu = gate.is_cpu
             factors = (
@@ -316,19 +324,20 @@ class PackedLayer(TransformerLayer):
         return attended
 
     def _select_attended(self, rows: Tensor, context: PackContext) -> Tensor:
-        """Select the rows of ``[T, ...]`` that this layer's attention returns."""
+        """Select the rows of ``[T, ...]`` that attention returns: all, except in ``LastLayer``."""
         return rows
 
     def _select_rows(self, hidden: Tensor, context: PackContext) -> Tensor:
-        """Return the rows of the residual stream that the rest of the layer computes."""
+        """Return the rows that the layer computes after attention: all, except in ``LastLayer``."""
         return hidden
 
 
 class LastLayer(PackedLayer):
-    """The last decoder layer, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
+    """The last decoder layer, ``[T, 1, hidden] -> [R, 1, hidden]``.
 
-    Behind its attention, which is a ``LastTokenAttention``, it computes only the rows that the
-    reward head reads: the MLP and the norms work row by row.
+    After attention, a ``LastTokenAttention``, it computes only the R rows that the reward head
+    reads, because the MLP and the norms work row by row. Sequence parallelism splits T and R over
+    the TP ranks.
     """
 
     def _balance(self, context: PackContext) -> Balance:
@@ -344,6 +353,6 @@ class LastLayer(PackedLayer):
         group = self.pg_collection.tp
         local = rows - group.rank() * hidden.size(0)
         is_local = (local >= 0) & (local < hidden.size(0))
-        # Use a masked fill: multiplying by 0 would keep a NaN of another record.
+        # Zero the rows of other ranks by a masked fill: NaN times 0 would stay NaN.
         read = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~is_local[:, None, None], 0.0)
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(read, group=group)

@@ -1,4 +1,4 @@
-"""Rows that experts compute: counts for each expert, and exchange between expert parallel ranks."""
+"""Token rows of an MoE layer: how many each expert computes, and their exchange between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.autograd import Function
 class RowCounts:
     """Number of rows of each expert; the rows are sorted by expert.
 
-    The counts are copied to the host only where it needs them, because the host has to wait for the
-    GPU.
+    ``on_host`` copies the counts to the host at its first call. It is called only where the counts
+    are needed there, because the copy makes the host wait for the GPU.
 
     Attributes:
         per_expert: ``[experts]`` int64 on the device; None for a single expert, which has all rows.
@@ -51,7 +51,8 @@ class RowCounts:
 class AddBiases(Function):
     """Add to each row of ``[N, o]`` its expert's row of ``biases [E, o]``, if ``is_added``.
 
-    The gradient of the biases is computed either way, in fp32.
+    ``is_added`` is False where another TP rank adds the biases to the sum over the ranks. Every
+    rank computes the gradient of the biases, in fp32.
     """
 
     @staticmethod

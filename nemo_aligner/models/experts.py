@@ -72,7 +72,8 @@ class MixtureOfExperts(MegatronModule):
         """Compute ``[T, 1, hidden] -> [T, 1, hidden]``; the second output, a bias, is always None.
 
         Args:
-            balance: which tokens the router counts for its load and its loss; needed in training.
+            balance: which rows are real tokens, for the router's load and its load-balancing loss;
+                needed in training.
         """
         return self._compute(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
@@ -88,7 +89,7 @@ class MixtureOfExperts(MegatronModule):
 
         Args:
             rows: fixed number of rows of a matmul; None is no fixed number.
-            balance: which tokens the router counts; needed in training.
+            balance: which rows are real tokens, which the router counts; needed in training.
         """
         chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
@@ -129,7 +130,7 @@ class MixtureOfExperts(MegatronModule):
                 self.experts(rows_of_experts, RowCounts(counts), rows), weights, places
             )
         exchange = Exchange.of(counts, group)
-        # Reuse the name, so that the rows that were sent are freed.
+        # Assign to the same name, so that the rows are freed once they have been sent.
         rows_of_experts = exchange.send(rows_of_experts)
         rows_of_experts = exchange.send_back(self.experts(rows_of_experts, exchange.counts, rows))
         return _Combine.apply(rows_of_experts, weights, places)
@@ -142,9 +143,10 @@ def routers(model: Any) -> dict[int, Router]:
 
 
 def take_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
-    """Return the routers' load summed over all ranks, ``[L, E]`` int64, and reset it; collective.
+    """Return how often each expert was chosen since the last call, on all ranks; collective.
 
-    A layer without experts has zeros.
+    The result is the sum of the routers' ``load``, ``[L, E]`` int64, with zeros for layers without
+    experts. The routers' counts are then reset to 0.
 
     Args:
         num_layers: L, the number of layers of the whole model.
@@ -165,8 +167,8 @@ def take_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
 def describe_load(load: Tensor) -> dict[str, float]:
     """Compute the metrics of ``load [L, E]``, how often each expert of each layer was chosen.
 
-    Layers without experts are left out. So is the last layer unless it is the only one with
-    experts, because only the tokens that the head reads go through its MLP.
+    Layers without experts are skipped. So is the last layer, because only the tokens that the head
+    reads go through its MLP; it counts only if no other layer has experts.
 
     Returns:
         ``expert_load_max``: the load of a layer's busiest expert over the layer's mean load, in the
@@ -255,7 +257,7 @@ class ExpertLinear(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, axis, 1)
         # Megatron keeps gradients and optimizer states of parameters with ``allreduce=False`` in
         # separate buffers, which are reduced over the ranks that have the same experts. The mark is
-        # set even without expert parallelism, so that a run can be resumed with it.
+        # set even without expert parallelism, so that a run can be resumed with expert parallelism.
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
         self.group, self._expert_group, self.axis = group, expert_group, axis
@@ -269,7 +271,10 @@ class ExpertLinear(torch.nn.Module):
             self.bias.allreduce = self.weight.allreduce  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``[N, in] -> [N, out]`` by each row's expert; the rows are sorted by expert."""
+        """Multiply each row by its expert's matrix, ``[N, in] -> [N, out]``.
+
+        The rows are sorted by expert, and ``counts`` has the number of each expert's rows.
+        """
         product = self._multiply(inputs, counts, rows)
         if self.bias is not None:
             # Only the first of the ranks with partial sums adds the bias. All compute its gradient.
@@ -322,7 +327,7 @@ class ExpertLinear(torch.nn.Module):
         )
         entries = {key: entry}
         if self.bias is not None:
-            # Ranks that have the same biases are told apart by the second number of the id.
+            # Copies of a bias on several TP ranks differ in the second number of ``replica_id``.
             tp_copy = 0 if self.splits_outputs else self.group.rank()
             entries[f"{prefix}bias"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}bias",
@@ -437,7 +442,8 @@ class _Spread(Function):
 class _Combine(Function):
     """Sum the outputs of each token's k experts in fp32: ``[T * k, c] -> [T, c]``.
 
-    The rows ``places [T, k]`` are a token's outputs; they are multiplied by ``weights [T, k]``.
+    Row ``places[t, i]`` is the output of token t's i-th expert, and is multiplied by
+    ``weights[t, i]``.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 A graph's kernels have the shapes of the pack that it was captured with. So all sizes that determine
 shapes are rounded up: the number of tokens by at most an eighth, and the others in coarser steps,
-because their padding costs next to nothing. No result of the padding is read.
+because their padding costs next to nothing. Nothing reads the outputs of padding.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from nemo_aligner.batch.packed import FixedSizes, PackedBatch
 from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128
-# Blocks of an attention kernel without work end at once, but take time to launch. One more segment
-# adds as many blocks as the longest segment has, and 128 more tokens add one block to each segment.
+# An attention kernel launches as many thread blocks for every segment as the longest one needs: one
+# for 128 tokens. Blocks without work end at once, but take time to launch, so padding adds few.
 _FEWEST_SEGMENTS, _SHORTEST = 16, 512
 _FEWEST_ROWS, _ROW_FACTOR = 16, 4
 
 
 def round_up_tokens(count: int) -> int:
-    """Round up to a multiple of 128 with at most 4 significant bits, which adds up to an eighth."""
+    """Round up a number of tokens to a multiple of 128; above 1024 by at most an eighth."""
     octave = 1 << max(count - 1, 1).bit_length()
     step = max(_TOKEN_STEP, octave // 16)
     return -(-count // step) * step
 
 
 def round_up_rows(count: int) -> int:
-    """Round up the number of rows that a head reads: to 16, 64, 256, or by ``round_up_tokens``."""
+    """Round up the number of rows that a head reads: to 16, 64 or 256.
+
+    Above 256 it is rounded up by ``round_up_tokens``.
+    """
     rows = _FEWEST_ROWS
     while rows < min(count, 2 * _TOKEN_STEP):
         rows *= _ROW_FACTOR
@@ -38,9 +41,9 @@ def round_up_rows(count: int) -> int:
 
 
 def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
-    """Pad a pack on the host to fixed sizes, and note the sizes for ``PackedSegments.of``.
+    """Pad a pack on the host to fixed sizes, which ``PackedSegments.of`` reads from its ``sizes``.
 
-    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``.
+    Filler segments come after the pack's own, and none is longer than ``FixedSizes.length``.
 
     Args:
         multiple: the padded number of tokens is a multiple of it, so that batch invariant matmuls
@@ -83,16 +86,17 @@ def _key_counts(batch: PackedBatch) -> tuple[int, int]:
 
 
 def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
-    """Pad to fixed sizes how many cached tokens a pack reads, and how many tokens it stores.
+    """Pad to fixed sizes the lists of tokens that a pack reads from the cache and stores in it.
 
-    One more cached segment pads the tokens to read. Repeating the last store pads those to store.
+    The list of tokens to read gets one more cached segment. The list of tokens to store repeats
+    its last token.
     """
     taken, missing = use.taken, 0
     if use.lengths:
         missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
-        # Repeat the last store. Whichever copy is written last, the slot gets the same values.
+        # The last token is stored several times in its slot, each time with the same values.
         more = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
         stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes

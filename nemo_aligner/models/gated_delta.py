@@ -37,9 +37,10 @@ class Level(NamedTuple):
     Attributes:
         start: number of the first chunk.
         end: number after the last chunk.
-        parents: ``[end - start]`` int64, for each chunk the index in the previous level of the
-            chunk that precedes it in its sequence. In the first level it is empty; in a pack with
-            cached prefixes it has there 0 for a sequence without, and p + 1 for cached prefix p.
+        parents: ``[end - start]`` int64: for each chunk the index, in the previous level, of the
+            chunk that precedes it in its sequence. In the first level it is empty; but if the pack
+            has cached prefixes, it is p + 1 for a sequence that begins with cached prefix p, and 0
+            for a sequence without a cached prefix.
         stored: ``[m]`` int64, the chunks of this level, counted from ``start``, behind which the
             state is stored in the pool; None if there are none.
         slots: ``[m]`` int64 slots of the pool to store these states in.
@@ -59,8 +60,8 @@ class ChunkTree:
     Attributes:
         rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: the
             ``previous`` rows in front of the chunk, which the convolution needs, and the chunk's
-            own 64; -1 where the sequence has no row. Rows from T on are those in front of the
-            pack: ``previous`` of each of the P cached prefixes.
+            own 64; -1 where the sequence has no row. Rows from T on stand for the last
+            ``previous`` tokens of each of the P cached prefixes.
         places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
         taken: ``[P]`` int64 slots, in the pool, of the states behind the cached prefixes; None if
@@ -105,7 +106,7 @@ class ChunkTree:
 def _with_states(
     tree: ChunkTree, places: np.ndarray, states: StateUse, device: torch.device | str
 ) -> ChunkTree:
-    """Add to a tree which states are read and stored; ``places`` are its places on the host."""
+    """Add to a tree which states are read and stored; ``places`` is ``tree.places`` on the host."""
     levels = list(tree.levels)
     chunks = places[list(states.stored)] // CHUNK_TOKENS
     slots = np.array(states.slots, np.int64)
@@ -131,7 +132,7 @@ def _list_chunks(
     places: dict[int, int] = {}  # maps the last row of a chunk to the chunk's index in its level
     for segment, chain in enumerate(chains_of(prefixes, num_cached)):
         if segment + num_cached in shared:
-            continue  # every prefix is a part of a sequence that ends with another segment
+            continue  # this segment is a prefix, so it is listed as a part of longer sequences
         local = [*(number - num_cached for number in chain if number >= num_cached), segment]
         spans = [np.arange(starts[number], starts[number + 1]) for number in local]
         count = sum(map(len, spans))
@@ -175,7 +176,7 @@ class Inputs(NamedTuple):
 
 
 class ChunkProducts(NamedTuple):
-    """The part of n chunks that does not depend on the state before a chunk, in fp32.
+    """What n chunks compute from their own tokens, without the state before them, in fp32.
 
     The first axes of all fields are ``[n, h, r]``. "First state" is the state in front of a chunk,
     and "last state" the state behind it.
@@ -227,7 +228,7 @@ class ChunkProducts(NamedTuple):
         )
 
     def split(self, sizes: Sequence[int]) -> list[ChunkProducts]:
-        """Split the chunks into consecutive parts."""
+        """Split the chunks into consecutive parts of ``sizes`` chunks, one for each tree level."""
         parts = zip(*(field.split(list(sizes)) for field in self), strict=True)
         return [ChunkProducts(*fields) for fields in parts]
 

@@ -35,7 +35,7 @@ def has_apex_weight_gradients() -> bool:
 
 
 def add_weight_gradients_on_gpu() -> None:
-    """Make megatron-core's linear layers add weight gradients in their matmuls, without Apex.
+    """Make megatron-core's linear layers add weight gradients to ``main_grad`` without Apex.
 
     This is for GPUs. ``cpu/backend.py`` does the same for CPUs.
     """
@@ -69,8 +69,8 @@ def mlp_spec(submodules: MLPSubmodules) -> Any:
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
     """Scale the frequencies of ``rope`` as Llama 3.1 does for long contexts.
 
-    This calls a private method, as megatron-core's constructor takes only ``factor``, not the other
-    three numbers.
+    This calls a private method, because megatron-core's constructor takes only ``factor``, not the
+    other three fields of ``scaling``.
     """
     return rope._apply_scaling(
         rope.inv_freq,
@@ -117,7 +117,10 @@ _MegatronLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
-    """megatron-core's autograd function, but its backward pass gets the weight, not an alias."""
+    """megatron-core's autograd function of a linear layer, with the weight itself in backward.
+
+    See ``keep_weights_out_of_saved_tensors``.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA), as a module for megatron-core's layers.
 
-See section 2.1 of DeepSeek-V2, arXiv:2405.04434. megatron-core has its own module. It shares no
-prefixes, and its up projections cannot run in chunks of a fixed number of rows.
+See section 2.1 of DeepSeek-V2, arXiv:2405.04434. megatron-core's own module is not used, because it
+shares no prefixes, and its up projections cannot run in chunks of a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LatentAttention(MegatronModule):
         why_not_graphed: why CUDA graphs do not capture this module.
     """
 
-    why_not_graphed = "latent attention has not been tested with them"
+    why_not_graphed = "latent attention has not been tested with CUDA graphs"
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LatentAttention(MegatronModule):
         return module(mixed, context)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute ``attend`` with gradients.
+        """Compute the result of ``attend`` with gradients.
 
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
@@ -125,8 +125,9 @@ class LatentAttention(MegatronModule):
             query = self.linear_q_up_proj(self.q_latent_layernorm(query))[0]
         expanded, _ = self.linear_kv_up_proj(self.kv_latent_layernorm(latent))
         if self._group.size() > 1:
-            # The forward pass changes nothing. The backward pass sums the gradient over the ranks,
-            # because each rank has only some of the heads. The up projections do the same.
+            # This call changes nothing in the forward pass. Its backward pass sums the gradient
+            # over the ranks, because each rank has only some of the heads. The up projections do
+            # the same for the latents.
             rotary_key = tensor_parallel.copy_to_tensor_model_parallel_region(
                 rotary_key, self._group
             )
@@ -176,13 +177,17 @@ class LatentAttention(MegatronModule):
         return query.flatten(2), keys, rotary_key
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather channels from the TP ranks; a rank's gradient is its part of the whole one."""
+        """Gather channels from the TP ranks; a rank's gradient is that of its own channels."""
         if self._group.size() == 1:
             return part
         return tensor_parallel.gather_from_tensor_model_parallel_region(part, self._group)
 
     def _split_keys(self, expanded: Tensor) -> tuple[Tensor, Tensor]:
-        """Split ``[..., heads * (n + v)]`` into keys ``[..., heads, n]``, and values."""
+        """Split the up projection's output into keys without RoPE, and values.
+
+        The output is ``[..., heads * (n + v)]``, the keys are ``[..., heads, n]``, and the values
+        ``[..., heads, v]``.
+        """
         by_head = expanded.unflatten(-1, (self._heads, -1))
         plain_key, value = by_head.tensor_split([self._latent.qk_nope_head_dim], -1)
         return plain_key, value

@@ -88,14 +88,16 @@ class ColumnLinear(ColumnParallelLinear):
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_, *args, **options)
-        if bias is not None:  # megatron-core leaves the sum to its fused kernels
+        if bias is not None:  # megatron-core leaves adding the bias to the caller
             output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
         return output, None
 
     def infer(self, input_: Tensor) -> Tensor:
-        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, in ``invariant_rows`` if set.
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients.
+
+        Matmuls run in chunks of ``invariant_rows`` rows, if that is set.
 
         Layers call it instead of the module, because a module call costs as much time as 10 rows of
         a matmul.
@@ -135,18 +137,21 @@ class RowLinear(RowParallelLinear):
     def forward(
         self, input_: Tensor, context: PackContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute ``[T, 1, i] -> [T, 1, o]``, like ``ColumnLinear.forward``."""
+        """Compute ``[T, 1, i] -> [T, 1, o]``; an adapter with dropout needs the ``context``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
-        if bias is not None:  # megatron-core leaves the sum to its fused kernels
+        if bias is not None:  # megatron-core leaves adding the bias to the caller
             output = output + bias
         if self.adapter is not None:
             output = output + self.adapter(input_, None, context)
         return output, None
 
     def infer(self, input_: Tensor) -> Tensor:
-        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, like ``ColumnLinear.infer``."""
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients.
+
+        Matmuls run in chunks of ``invariant_rows`` rows, if that is set.
+        """
         rows = self.invariant_rows
         if rows is None:
             return RowLinear.forward(self, input_)[0]
@@ -296,7 +301,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
     """LayerNorm; its stored weight is gamma, or ``gamma - 1`` (NeMo's LayerNorm1P).
 
-    Its parameters are marked like the weight of ``SequenceParallelRMSNorm``.
+    Its parameters are marked, so that Megatron sums their gradients over the TP ranks under
+    sequence parallelism.
 
     Attributes:
         has_bias: a bias is added.

@@ -1,7 +1,7 @@
 """Gated DeltaNet, the linear attention of Qwen3.5, as a module for megatron-core's layers.
 
-megatron-core has its own module. It rejects packs in 0.16 and 0.17, and shares prefixes in no
-version.
+megatron-core's own module is not used, because it rejects packs in versions 0.16 and 0.17, and
+shares prefixes in no version.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class GatedDeltaNet(MegatronModule):
 
     Args:
         linears: classes of the two linear layers.
-        reads_rows: ``attend`` returns only the rows that the head reads. The states are those of
-            all tokens.
+        reads_rows: ``attend`` returns only the rows that the head reads, as in the last layer; it
+            still computes the states of all tokens.
 
     Attributes:
         why_not_graphed: why CUDA graphs cannot capture this module.
     """
 
-    why_not_graphed = "linear attention takes other numbers of chunks in every pack"
+    why_not_graphed = "linear attention computes a different number of chunks in every batch"
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class GatedDeltaNet(MegatronModule):
         return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute ``attend`` with gradients.
+        """Compute the result of ``attend`` with gradients.
 
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
@@ -151,7 +151,7 @@ class GatedDeltaNet(MegatronModule):
         return self._rows_of_pack(torch.cat(outputs), context)
 
     def _read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
-        """Read from the prefix cache what the chunks behind the P cached prefixes begin with.
+        """Read from the prefix cache what a sequence needs to continue one of P cached prefixes.
 
         Returns:
             ``mixed`` with ``P * previous`` more rows, those in front of the chunks, which have only
@@ -169,7 +169,13 @@ class GatedDeltaNet(MegatronModule):
     def _write_pool(
         self, level: Level, states: Tensor, mixed: Tensor, context: PackContext
     ) -> None:
-        """Store what the prefix cache keeps of ``states``, those behind the chunks of ``level``."""
+        """Store in the prefix cache the states behind those chunks of ``level`` that it keeps.
+
+        The convolution's inputs at the last tokens of these chunks are stored, too.
+
+        Args:
+            states: the states behind all chunks of ``level``.
+        """
         if level.stored is None or level.slots is None:
             return
         rows = _tree_of(context).rows[level.start + level.stored, CHUNK_TOKENS:]
@@ -216,8 +222,8 @@ class GatedDeltaNet(MegatronModule):
         """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
         weight = self.norm_weight
         if self._group.size() > 1 and learns(self):
-            # The forward pass changes nothing. The backward pass sums the gradient over the ranks,
-            # because each rank has only some of the heads.
+            # This call changes nothing in the forward pass. Its backward pass sums the gradient
+            # over the ranks, because each rank has only some of the heads.
             weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._group)
         mean = output.square().mean(-1, keepdim=True)
         normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
@@ -250,14 +256,19 @@ class GatedDeltaNet(MegatronModule):
 
 def _tree_of(context: PackContext) -> ChunkTree:
     if context.chunks is None:
-        raise ValueError("linear attention needs the chunks of its pack in the PackContext")
+        raise ValueError(
+            "linear attention got a PackContext without chunks. Make them by ChunkTree.of."
+        )
     return context.chunks
 
 
 def _pool_of(context: PackContext) -> StatePool:
     pool = context.segments.pool
     if pool is None or pool.states is None:
-        raise ValueError("a pack uses cached states, but got no pool that has states")
+        raise ValueError(
+            "a pack uses cached states, but got no pool to read them from. Pass a KeyValuePool "
+            "that has states."
+        )
     return pool.states
 
 

@@ -82,10 +82,10 @@ class LoraAdapter(torch.nn.Module):
         replicated.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, rows: int | None, context: PackContext | None = None) -> Tensor:
-        """Compute the adapter's output.
+        """Compute ``scale * B A x``, which the linear layer adds to its output.
 
         Args:
-            rows: the result of ``rows_now`` for the layer.
+            rows: fixed number of rows of a matmul, from ``rows_now``; None is no fixed number.
             context: the pack's context, whose dropout keys are needed in training with dropout.
         """
         scale = self.scale
@@ -169,7 +169,10 @@ class ExpertAdapter(MegatronModule):
         return self.linear_out(low, counts, rows)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return the A and B whose product is added to this rank's part of the weight."""
+        """Return the parts of A and B whose product updates this rank's part of the weight.
+
+        Collective: one of the two matrices is gathered from the TP ranks.
+        """
         low, high = self.linear_in, self.linear_out
         if low.splits_outputs:
             return low.gather(), high.weight
@@ -320,7 +323,8 @@ class LoraDropout:
         Args:
             keys: ``[T]`` int32 from ``token_keys``.
             linear: number of the linear layer in the model.
-            first_channel: index of ``x``'s first channel, where TP ranks split the channels.
+            first_channel: index of ``x``'s first channel in the layer's whole input, which TP ranks
+                may split.
         """
         numbers = torch.arange(first_channel, first_channel + x.size(-1), device=x.device)
         channels = _hash_tensor(numbers, _hash_numbers(self.seed, linear))
@@ -346,11 +350,11 @@ class LoraDropout:
             ends.pop()
         samples = _number_samples(batch.records)
         of_segment = [0] * len(prefixes)
-        if samples:  # a pack without samples only feeds other ranks' experts
+        if samples:  # empty packs only keep expert parallel ranks in step
             for number, (record, place) in reversed(list(zip(ends, samples, strict=True))):
                 key = _hash_numbers(self.seed, step, record, place)
                 of_segment[number] = key
-                if prefixes[number] >= 0:  # the key of a shared prefix is its first sample's
+                if prefixes[number] >= 0:  # derive a shared prefix's key from its first sample
                     of_segment[prefixes[number]] = _hash_numbers(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
         return _hash_tensor(batch.position_ids, to_device(keys, batch.position_ids.device))

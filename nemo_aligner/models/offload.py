@@ -40,8 +40,7 @@ class OffloadGroup:
         """Manage the storages of ``tensors``.
 
         Args:
-            apart_from: groups that already manage some of these storages, which this group leaves
-                out.
+            apart_from: groups that already manage some of these storages, which this group skips.
         """
         excluded = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         # Collect storages rather than tensors, because tied weights, and views of one flat buffer,

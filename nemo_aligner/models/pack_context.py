@@ -22,8 +22,8 @@ class Balance:
     Attributes:
         records: number of the pack's records, each of which the auxiliary loss counts once.
         tokens: how many rows of the layer's MLP are real tokens, over all tensor parallel ranks.
-            They come first, and filler behind them. 0 for a pack that only feeds other ranks'
-            experts.
+            They come first, and filler behind them. 0 for an empty pack, which is added so that all
+            expert parallel ranks have equally many packs.
         losses_per_record: how many losses of each record the step's mean counts. Megatron divides
             the gradient of the auxiliary loss by the same count, so the router scales it up by this
             number.

@@ -1,6 +1,6 @@
 """The reward head, which is fp32 for a backbone of any dtype.
 
-The rewards of good and bad replies differ by less than bf16 resolves.
+bf16 would be too coarse: rewards of good and bad replies differ by less than bf16 resolves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeadLayer(torch.nn.Module):
         in a forward pre-hook for weights that are still being gathered.
 
         Args:
-            rows: the result of ``rows_now`` for the head.
+            rows: fixed number of rows of a matmul, from ``rows_now``; None is no fixed number.
         """
         if rows is None:
             return F.linear(hidden, self.weight, self.bias)
@@ -48,8 +48,8 @@ class RewardHead(HeadLayer):
     ReLU, an activation that is bit-identical on every processor.
 
     Attributes:
-        learned: scalars that the objective learns, see ``add_learned_scalars``; None if it learns
-            none.
+        learned: trained scalars of the training objective, see ``add_learned_scalars``; None if
+            the objective has none.
         invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
             number.
     """
@@ -71,10 +71,10 @@ class RewardHead(HeadLayer):
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
     def add_learned_scalars(self, start: Sequence[float]) -> None:
-        """Let the objective learn scalars, which are appended to every row of outputs.
+        """Add trained scalars of the training objective; they are appended to every output row.
 
         Args:
-            start: initial values of the scalars; empty if the objective learns none.
+            start: initial values of the scalars; empty if the objective has none.
         """
         if start:
             numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)

@@ -124,7 +124,7 @@ class GPTRewardModel(GPTModel):
         self._linear_attention = shape.linear_attention
         self.has_states = shape.linear_attention is not None
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
-        # Round the factor to the model's dtype, as in Gemma's own training.
+        # Round the embeddings' factor to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
         self._embedding_scale = shape.embedding_multiplier
         if shape.apply_embedding_scaling:
@@ -234,14 +234,18 @@ class GPTRewardModel(GPTModel):
     def _make_context(
         self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None
     ) -> PackContext:
-        """Describe a pack to the layers; its head reads ``rows``. RoPE's tables are added later."""
+        """Make a pack's context for the layers; ``_decode`` adds RoPE's tables to it.
+
+        Args:
+            rows: indices of this rank's rows that the head reads.
+        """
         read_rows = self._rows_of_head(rows, batch)
         segments = PackedSegments.of(batch, read_rows.device, pool)
         keys, balance, balance_of_rows = None, Balance(), Balance()
         if self.lora_dropout is not None and self.training:
             keys = batch.of_own(self.lora_dropout.token_keys(batch, self._step))
         records = len(batch.records)
-        if records:  # a pack without records only feeds other ranks' experts
+        if records:  # empty packs only keep expert parallel ranks in step
             tokens = batch.num_own_tokens - batch.num_own_filled
             balance = Balance(records, tokens, self._losses_per_record)
             balance_of_rows = replace(balance, tokens=len(rows))
@@ -346,10 +350,10 @@ class GPTRewardModel(GPTModel):
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
-        """Pad the indices ``rows`` of the rows that the head reads, with 0, as packs are padded.
+        """Pad ``rows``, the indices of the rows that the head reads, with zeros.
 
-        That is to a multiple of ``row_multiple``, or to a fixed size for CUDA graphs. The head runs
-        even if it reads none of this rank's rows, so at least one row is returned.
+        Their number becomes a multiple of ``row_multiple``, or a fixed size for CUDA graphs. The
+        head runs even if it reads none of this rank's rows, so at least one row is returned.
         """
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)

@@ -25,8 +25,10 @@ Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
 
 ByLength = tuple[list[int], Tensor]
-"""The distinct ``ModelShape.length_dependent_rope`` numbers of a pack, and ``[T]`` int64 indices of
-every token's number among them.
+"""Which RoPE each token of a pack has, in a model whose RoPE depends on the sequence's length.
+
+First the distinct numbers that ``ModelShape.length_dependent_rope`` returns for the sequences, then
+``[T]`` int64: for each token the index of its number among these.
 """
 
 
@@ -72,7 +74,7 @@ class Rotation:
 
 
 def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
-    """Build the rotations of a model.
+    """Build a model's rotary embeddings.
 
     Args:
         rope: megatron-core's rotary embedding, with the frequencies of ``rotary_base``.
@@ -106,7 +108,11 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
 
 
 def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
-    """Return the index in ``rotations`` for a layer, numbered from 1; None if it has no RoPE."""
+    """Return the index in ``rotations`` of a layer's RoPE; None if the layer has no RoPE.
+
+    Args:
+        layer_number: number of the layer, from 1.
+    """
     if not shape.rotates(layer_number):
         return None
     has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None
@@ -120,7 +126,7 @@ def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype)
 
 
 def _exponents(count: int) -> Tensor:
-    """Compute the exponents ``[count]`` of the base, by the same operations as transformers.
+    """Compute the exponents ``[count]`` of RoPE's base, by the same operations as transformers.
 
     Other operations would round differently, which changes RoPE visibly at positions in the
     thousands.
@@ -146,7 +152,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
-        """Return half the index of the channel that turns ``turns`` times in the old context."""
+        """Return the index of the frequency that makes ``turns`` full turns in the old context."""
         wavelength = yarn.old_context_len / (turns * 2 * math.pi)
         return channels * math.log(wavelength) / (2 * math.log(base))
 

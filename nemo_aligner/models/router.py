@@ -22,9 +22,10 @@ from nemo_aligner.models.shapes.experts import ExpertShape
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import Balance
 
-# Added to a sum of sigmoid scores before a division by it, as in DeepSeek-V3.
+# Added to the sum of a token's sigmoid scores before scores are divided by it, as in DeepSeek-V3.
 _LEAST_TOTAL = 1e-20
-# Least sum of softmax scores that were chosen with a bias, as in ERNIE 4.5.
+# Lower bound for the sum of the chosen experts' softmax scores, where a bias was added to the
+# scores for the choice, as in ERNIE 4.5.
 _LEAST_BIASED_TOTAL = 1e-12
 
 
@@ -95,7 +96,9 @@ class Router(torch.nn.Module):
             logits = logits + self.bias.float()
         scores = _sigmoid(logits) if self._shape.is_sigmoid else logits.softmax(-1)
         chosen = self._choose(scores.detach())
-        if self.training and torch.is_grad_enabled():  # so that recomputed layers count once
+        # A layer that is recomputed runs first without gradients, and counts only when it runs
+        # again.
+        if self.training and torch.is_grad_enabled():
             assert balance is not None
             scores = self._add_balance_gradient(scores, chosen, balance)
         weights = self._weigh(scores.gather(-1, chosen))
@@ -121,7 +124,10 @@ class Router(torch.nn.Module):
         return _rank(scores)[:, : shape.top_k].contiguous()
 
     def _weigh(self, scores: Tensor) -> Tensor:
-        """Compute the weights of the chosen experts from their ``scores [T, k]``."""
+        """Compute the weights of the chosen experts from their ``scores [T, k]``.
+
+        In some models they are divided by their sum, or multiplied by a constant.
+        """
         shape, weights = self._shape, scores
         if shape.renormalized:
             total, *lower_ranked = scores.unbind(-1)
@@ -129,7 +135,7 @@ class Router(torch.nn.Module):
                 total = total + score
             if shape.is_sigmoid:  # all scores of a token can be 0
                 total = total + _LEAST_TOTAL
-            elif shape.expert_bias:  # so can those of the chosen experts
+            elif shape.expert_bias:  # all chosen experts' scores can be 0
                 total = total.clamp(min=_LEAST_BIASED_TOTAL)
             weights = scores / total[:, None]
         return weights if shape.scaling_factor == 1 else weights * shape.scaling_factor
@@ -154,7 +160,8 @@ class Router(torch.nn.Module):
         factor = self.aux_loss_coeff * balance.losses_per_record * balance.records * count / top_k
         slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
         if self._shape.is_sigmoid:
-            # The slope is that of the loss by the scores divided by their sum.
+            # Here ``slope`` is the loss's derivative by probabilities, the scores divided by their
+            # sum. Convert it to the derivative by scores.
             values = scores.detach()[:counted]
             total = values.sum(-1, keepdim=True) + _LEAST_TOTAL
             slope = (slope - (values / total * slope).sum(-1, keepdim=True)) / total

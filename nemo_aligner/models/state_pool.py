@@ -11,7 +11,7 @@ from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 
 
 class StatePool:
-    """A snapshot in each of ``slots`` slots, for every linear attention layer of this rank.
+    """Memory for ``slots`` snapshots, for every linear attention layer of this rank.
 
     A snapshot is what a layer needs to continue a sequence behind a chunk: the states of its value
     heads, and the inputs of the convolution at the last tokens. The layer has h key heads on this
@@ -46,7 +46,7 @@ class StatePool:
         return sum(tensor.nbytes for tensor in tensors)
 
     def touch(self) -> None:
-        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
+        """Write to the whole pool once, because Linux allocates host memory at the first write."""
         for tensor in (*self._states.values(), *self._inputs.values()):
             tensor.zero_()
 
@@ -60,6 +60,6 @@ class StatePool:
         return self._states[number][slots], self._inputs[number][slots]
 
     def write(self, number: int, slots: Tensor, states: Tensor, inputs: Tensor) -> None:
-        """Store in ``slots [n]`` int64 of layer ``number`` what ``read`` returns from there."""
+        """Store snapshots, in the shapes that ``read`` returns, in ``slots [n]`` of a layer."""
         self._states[number][slots] = states
         self._inputs[number][slots] = inputs

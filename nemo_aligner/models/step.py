@@ -27,9 +27,10 @@ from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
+# Inference over many packs runs in parts (``infer_in_parts``): at most this many, each with at
+# least 16 packs for every pipeline stage after the first, so that the pipeline's bubble is a
+# sixteenth.
 _MOST_PARTS = 50
-# Packs that a part should have for each pipeline stage after the first, so that the pipeline's
-# bubble is only a sixteenth.
 _PACKS_PER_STAGE = 16
 
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
@@ -45,8 +46,8 @@ def forward_backward(
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
     After the last micro-batch Megatron sums gradients over the data parallel ranks and divides by
-    the global count. The result is the gradient of the exact mean over all records, however they
-    were packed.
+    the number of losses in the whole step. The result is the gradient of the exact mean over all
+    records, however they were packed.
 
     Args:
         model: the model inside Megatron's data parallel wrapper.
@@ -56,8 +57,8 @@ def forward_backward(
             (``losses.base.reward_gradient``).
 
     Returns:
-        Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
-        pipeline stage; None on the others.
+        Rewards ``[S, A]`` float32, with A outputs of the head for each of the S sequences of this
+        rank's records, in the order of ``batches``. None on all pipeline stages but the last.
     """
     return _run(model, batches, layout, loss)
 
@@ -159,7 +160,7 @@ def gather_rewards(
 
     Args:
         rewards: the result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
-        shape: ``(S, A)`` of the result.
+        shape: ``(S, A)``: number of sequences on all ranks, and number of outputs of the head.
 
     Returns:
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
@@ -346,7 +347,7 @@ def _forward_step(
         if batch.share is not None and batch.share.rank > 0:
             # All ranks of the context parallel group have this loss. Each has the gradient of its
             # own tokens only, and the sum over ranks is the whole gradient. So only one rank counts
-            # the records.
+            # the losses.
             count = torch.zeros_like(count)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count. It backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the

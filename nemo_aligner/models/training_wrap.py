@@ -93,7 +93,7 @@ def unwrap_after_training(wrapped: DistributedDataParallel) -> None:
 
 
 def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
-    """Gather buckets in the order in which the forward pass needs them.
+    """Make Megatron gather the buckets' weights in the order in which the forward pass needs them.
 
     Megatron goes through its buffers backwards, and would begin with the head's fp32 buffer, which
     is needed last.

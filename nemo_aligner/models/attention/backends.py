@@ -6,10 +6,10 @@ for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, 
 the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
 runs it on the same packs as all others.
 
-New kinds of decoders are added here, too. A new feature of the scores, as the sinks were, is a new
-``Feature``: entries that do not name it are never chosen for it. Values of another
-width than keys (latent attention) are a feature as well. A layer that does not attend to keys, like
-a gated delta rule, is a separate module with its own table.
+The attention of new kinds of decoders is added here, too. A new kind of scores, such as attention
+sinks, is a new ``Feature``: backends whose entry does not name it are never chosen for it. So are
+values of another width than keys (latent attention). A layer that does not attend to keys, like a
+gated delta rule, is a separate module with its own table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 
 
 class Feature(Enum):
-    """A feature of a layer's attention scores that not every backend supports; see ``Scores``."""
+    """A feature of attention scores that not every backend supports, such as a sliding window."""
 
     WINDOW = "sliding windows"
     SOFT_CAP = "logit soft-capping"
@@ -44,7 +44,7 @@ class Feature(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """All that the choice of a backend depends on.
+    """Everything about a layer and a pack that decides which backend computes the attention.
 
     In scoring, only ``uses_ring`` depends on the pack, so that a sequence gets the same backend in
     every batch. In training, a window that covers all keys of the pack is removed from ``scores``,
@@ -75,7 +75,7 @@ class Case:
         return _FEATURES[window, soft_cap, self.scores.has_sinks]
 
 
-# The features of scores, by the presence of each one, in the order of ``Feature``.
+# Maps one bool for each member of ``Feature``, in its order, to the set of the features present.
 _FEATURES = {
     present: frozenset(compress(Feature, present))
     for present in product((False, True), repeat=len(Feature))
@@ -87,8 +87,8 @@ class Heads:
     """Queries, keys and values of one layer, for the n tokens whose queries this rank computes.
 
     Attributes:
-        layer_number: the layer; its keys and values in the pool of cached tokens are read and
-            written.
+        layer_number: number of the layer, which selects its part of the pool of cached keys and
+            values.
         rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
             ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
         value: ``[n, groups, c]``.
@@ -133,7 +133,8 @@ class Backend(Generic[Plan]):
     Attributes:
         features: the features of scores that the backend supports; it is not chosen for scores with
             any other feature.
-        runs: tells if the backend computes a case with these features on this machine.
+        runs: tells if the backend can compute a case on this machine; ``features`` is checked apart
+            from it.
         compute: computes the output ``[n, heads, c]`` from a layer's heads and the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one kernel call computes a whole pack; else every segment needs its own call.
@@ -256,8 +257,9 @@ def _to_all_keys(
     The wrapper gathers keys and values over context parallel ranks, and adds the cached ones.
 
     Args:
-        reads_index: ``attend`` reads keys and values at ``PackedSegments.kv_index`` if it is not
-            None.
+        reads_index: ``attend`` selects keys and values by ``PackedSegments.kv_index`` unless that
+            is None. In training under context parallelism the wrapper then gathers them in this
+            order, so that ``attend`` need not copy them again.
     """
 
     def attend_to_all_keys(
@@ -283,7 +285,7 @@ _AttendVarlen = Callable[[_Tensors, PackedSegments, Scores], Tensor]
 def _by_varlen(
     attend: _AttendVarlen,
 ) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
-    """Wrap a variable-length kernel, which needs only a pack's bounds, as a ``Backend.compute``."""
+    """Wrap a variable-length kernel, which needs no plan of a pack, as a ``Backend.compute``."""
 
     def attend_without_plan(
         tensors: _Tensors, segments: PackedSegments, case: Case, plan: None
@@ -310,7 +312,8 @@ def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
     """Make the ``Backend.runs`` of a FlashAttention 2 kernel.
 
     Args:
-        is_there: tells if the kernel is installed; its argument says if windows are needed, too.
+        is_there: tells if the kernel is installed; with the argument True, a kernel that also
+            supports sliding windows.
     """
 
     def runs(case: Case) -> bool:
@@ -368,7 +371,7 @@ BACKENDS: tuple[Backend[Any], ...] = (
         takes_packs=False,
     ),
 )
-"""The fastest first."""
+"""All backends, the fastest first."""
 
 
 def rotates_by_c_file(case: Case) -> bool:
@@ -398,7 +401,7 @@ def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Return a warning that says why attention is slow on this GPU; None if it is fast."""
+    """Return a warning that says why attention is slow on this GPU; None if it is not slow."""
     if not torch.cuda.is_available():
         return None
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
@@ -411,14 +414,14 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
         is_installable = not shape.attention_sinks
         reason += "install flash-attn >= 2.6" if is_installable else "install torch >= 2.11"
     if shape.attention_sinks:
-        return f"attention runs one segment at a time, and scores are computed twice: {reason}"
+        return f"attention runs one sequence at a time, and computes scores twice: {reason}"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
         reason += "; SDPA has no fused kernel for it either, and scores are computed twice"
-    return f"attention runs one segment at a time, which is slow: {reason}"
+    return f"attention runs one sequence at a time, which is slow: {reason}"
 
 
 def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Return why keys and values cannot go around a ring of ranks; None if they can.
+    """Return why ``model.cp_comm_type=p2p``, the ring of ranks, cannot be used; None if it can.
 
     The ring merges partial results by their log-sum-exp, so a kernel has to return the log-sum-exp
     and to take it in its backward pass.
@@ -434,7 +437,10 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
 
 
 def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Tell if attention on this GPU copies keys and values for each query head; for the planner."""
+    """Tell if attention on this GPU copies keys and values for each query head.
+
+    The dry run of a training adds the copies to its estimate of memory.
+    """
     is_grouped = shape.num_query_groups < shape.num_attention_heads
     return (
         is_grouped

@@ -67,7 +67,9 @@ def attend(
 
 
 def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
-    """Make the mask ``[n, m]`` of each part of a segment; parts of equal sizes share a mask.
+    """Make a mask ``[n queries, m keys]`` for each part of a segment whose queries this rank has.
+
+    Parts with the same n and m share a mask.
 
     None stands for a causal mask over the part's own keys, which SDPA makes itself.
     """
@@ -224,7 +226,7 @@ class _WithSinks(Function):
         query, key, value, sinks, mask, out, lse = ctx.saved_tensors
         groups = key.size(1)
         d, q, k, v = _by_repeats(groups, grads[0], query, key, value)
-        # As in training_attention.py: torch's backward pass is slower in 16 bits.
+        # torch's backward pass on a CPU is slower in 16 bits than in fp32, the dtype of ``lse``.
         d, q, k, v, o = (x.to(lse.dtype) for x in (d, q, k, v, out))
         options = {"attn_mask": mask, "scale": ctx.scale}
         to_query, to_key, to_value = cpu_flash_attention_backward(
@@ -237,7 +239,10 @@ class _WithSinks(Function):
 
 
 def _by_repeats(groups: int, *heads: Tensor) -> Iterator[Tensor]:
-    """Yield ``[1, heads, n, c]`` as ``[repeats, groups, n, c]``; keys and values are expanded."""
+    """View each of ``heads [1, heads, n, c]`` as ``[repeats, groups, n, c]``.
+
+    Keys and values are expanded to ``repeats``, the number of query heads per group.
+    """
     repeats = max(x.size(1) for x in heads) // groups
     for x in heads:
         is_key = x.size(1) == groups

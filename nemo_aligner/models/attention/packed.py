@@ -41,7 +41,11 @@ Norms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def norm_joined(joined: Tensor, norms: Norms) -> Tensor:
-    """Norm ``joined [T, groups, repeats + 1, c]``: for each group its query heads, then its key."""
+    """Apply the norms of queries and keys to a tensor that holds the heads of both.
+
+    Args:
+        joined: ``[T, groups, repeats + 1, c]``: for each group its query heads, then its key.
+    """
     norm_queries, norm_keys = norms
     return torch.cat([norm_queries(joined[:, :, :-1]), norm_keys(joined[:, :, -1:])], dim=2)
 
@@ -50,11 +54,11 @@ class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` to ``key`` and ``value [T, 1, groups, c]``.
 
     It applies RoPE to queries and keys, if the layer has RoPE. Then each segment attends causally
-    to itself and to its chain of prefixes. It returns ``[T, 1, heads * c]``.
+    to itself and to all its prefixes. It returns ``[T, 1, heads * c]``.
 
     Attributes:
-        norms_after_rope: the layer passes the norms of queries and keys, because they come after
-            RoPE.
+        norms_after_rope: queries and keys are normed after RoPE, so the decoder layer passes the
+            two norms to ``forward``.
         softmax_offset: logits ``[heads]`` of the attention sinks of this rank's query heads, by
             megatron-core's name; None if the model has none.
     """
@@ -108,9 +112,10 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Attend ``query [T, heads, c]`` to ``key`` and ``value [T, groups, c]``, like ``forward``.
+        """Attend ``query [T, heads, c]`` to ``key`` and ``value [T, groups, c]``.
 
-        RoPE has been applied to queries and keys already. The result is ``[T, 1, heads * c]``.
+        The caller has already applied RoPE and norms to queries and keys. The result is
+        ``[T, 1, heads * c]``.
         """
         if context.query_scale is not None:
             query = query * context.query_scale
@@ -131,8 +136,8 @@ class PackedAttention(MegatronModule):
         groups, width = joined.shape[1:3]
         case = self._case(joined, groups * (width - 1), groups, context.segments)
         if self.rotation is not None:
-            # The C file rotates in place. It does so wherever it could also compute the layer's
-            # scores.
+            # ``kernels.c`` rotates in place. It is used in all cases whose attention it can also
+            # compute.
             rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
             joined = rotate_heads(joined, *context.tables[self.rotation])
         if norms is not None:

@@ -39,8 +39,8 @@ def attend(
     """Attend this rank's ``query [n, heads, c]`` to the keys of all ranks -> ``[n, heads, c]``.
 
     Args:
-        key, value: ``[n, groups, c]`` of the same tokens; RoPE is already applied to queries and
-            keys.
+        key, value: ``[n, groups, c]`` of this rank's tokens; RoPE is already applied to queries
+            and keys.
         sinks: logits ``[heads]`` of attention sinks; None if there are none. They join the softmax
             once, when the results for all ranks' keys are merged.
         plan: the pack's plan from ``plan_ring``.
@@ -93,7 +93,7 @@ class _Ring(Function):
             )
             if arriving is not None:
                 to_arrived += arriving()
-                del arriving  # free the tensor that was sent
+                del arriving  # frees the gradients that this rank has sent
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
@@ -107,7 +107,7 @@ _KEYS, _GRADIENTS = 0, 1
 
 
 def _pass_around(local: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's number and its ``local`` tensor, this rank's first.
+    """Pass each rank's ``local`` tensor around the ring; yield (rank, its tensor), own first.
 
     The next rank's tensor arrives while the caller works on the current one.
     """
@@ -129,6 +129,7 @@ def _pass_on(current: Tensor, tag: int, received: Tensor | None = None) -> Calla
     """Start to send ``current`` to the next rank, and to receive from the previous one.
 
     Args:
+        tag: tag of the messages, which tells keys from gradients.
         received: memory to receive into; None allocates it.
 
     Returns:
@@ -158,12 +159,14 @@ def _wait_for_arrival(requests: Sequence[dist.Work], current: Tensor, received: 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Adjacent tokens of a segment that lie on one rank.
+    """A run of adjacent tokens of one segment, all of them in the same rank's share of the pack.
 
     Attributes:
-        segment: number of the segment.
-        row: index of the first token among the rank's tokens.
-        position: position of the first token in its sequence.
+        segment: index of the segment in the pack.
+        row: index of the run's first token among all tokens of that rank.
+        position: index of the first token in its whole sequence, which begins with the segment's
+            prefixes.
+        length: number of tokens.
     """
 
     segment: int
@@ -177,18 +180,24 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """Position in the sequence right after the piece's last token."""
+        """Index in the whole sequence of the token that follows the piece's last one."""
         return self.position + self.length
 
 
 RingPlan: TypeAlias = Sequence[Sequence[Any]]
-"""For each rank's share the calls on it: a ``Block`` each on a CPU, a ``_Call`` each on a GPU."""
+"""For every rank, in a list each, how this rank's queries attend to that rank's keys.
+
+The entries are ``Block`` on a CPU and ``_Call`` on a GPU.
+"""
 
 
 def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
-    """Plan a pack that context parallelism splits, for layers with this ``window``.
+    """List which of each rank's keys this rank's queries attend to, once for a whole pack.
 
-    The pack must have a ``share`` and no cached tokens.
+    The pack must be split by context parallelism (``segments.share``), without cached tokens.
+
+    Args:
+        window: sliding window of the layers, in tokens; None if they have none.
     """
     device = segments.cu_seqlens.device
     if window is not None and window >= segments.max_kv_length:
@@ -205,7 +214,11 @@ def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
 
 
 def _list_pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterator[_Piece]:
-    """Yield a rank's tokens as pieces of one segment, of at most ``longest`` tokens if given."""
+    """Cut a rank's tokens into pieces of one segment each.
+
+    Args:
+        longest: most tokens of a piece; None is no limit.
+    """
     assert segments.share is not None
     row = 0
     for part in queries_of(segments.lengths, 0, replace(segments.share, rank=rank)):
@@ -222,16 +235,19 @@ def _list_blocks(
     chains: Sequence[tuple[int, ...]],
     window: int | None,
 ) -> list[Block]:
-    """List the blocks of this rank's queries and the keys of some rank that they see.
+    """List blocks, each a range of this rank's queries and the range of keys that they see.
+
+    The keys are those of one rank, which may be this rank.
 
     Args:
         local: pieces of this rank's tokens.
         pieces: pieces of the tokens of the rank that the keys come from.
         chains: the prefixes of every segment, as segment numbers.
+        window: sliding window in tokens; None is no window.
 
     Returns:
-        First the causal blocks of pieces on themselves, then blocks where every query sees every
-        key, then those that a window cuts.
+        First the causal blocks, of a piece's queries on its own keys, then blocks where every query
+        sees every key, then blocks where the window hides some keys from some queries.
     """
     of_segment = defaultdict(list)
     for key in pieces:
@@ -261,7 +277,7 @@ def _list_blocks(
 
 
 def _window_block(query: _Piece, key: _Piece, window: int) -> Block:
-    """Return the block of those queries and keys of two pieces that see each other in a window."""
+    """Return the block of the queries and keys of two pieces that are within ``window`` tokens."""
     distance = query.position - key.end + 1
     queries = min(query.length, window - distance)
     keys = min(key.length, window - distance)
@@ -275,7 +291,7 @@ def _window_block(query: _Piece, key: _Piece, window: int) -> Block:
 
 
 def _join_runs(pieces: Sequence[_Piece]) -> Iterator[slice]:
-    """Join the row ranges of pieces that are next to each other, and yield the ranges in order."""
+    """Merge the row ranges of adjacent pieces, and yield the merged ranges in order."""
     start, end = pieces[0].row, pieces[0].row
     for piece in pieces:
         if piece.row != end:
@@ -295,11 +311,13 @@ def _add_on_cpu(
     lse: Tensor,
     scale: float | None,
 ) -> None:
-    """Merge the attention to one rank's keys into ``out [n, heads, c]`` and ``lse [n, heads]``.
+    """Merge attention to one rank's keys into the results so far, ``out`` and ``lse``.
 
     Args:
         blocks: which queries see which of these keys.
         inputs: queries ``[n, heads, c]``, and that rank's keys and values ``[m, groups, c]``.
+        out, lse: ``[n, heads, c]`` attention to the keys of earlier ranks, and ``[n, heads]`` its
+            log-sum-exp.
     """
     groups = inputs[1].size(1)
     *heads, o = (as_heads(x, groups) for x in (*inputs, out))
@@ -341,9 +359,10 @@ class _Call:
 
     Attributes:
         queries, keys: rows of the blocks' queries and keys.
-        bounds: ``[B + 1]`` int32 bounds of the blocks among the queries, and among the keys.
+        bounds: ``[B + 1]`` int32 offsets of the blocks in the queries, and in the keys (the
+            kernel's ``cu_seqlens``).
         longest: upper bounds of a block's number of queries and of keys.
-        is_causal, window_left: as in ``Block``.
+        is_causal, window_left: the mask of every block, with the meaning that ``Block`` describes.
     """
 
     queries: Tensor | slice
@@ -358,9 +377,10 @@ class _Call:
         queries, first, longest_queries = _lay_out([block.queries for block in blocks], device)
         keys, second, longest_keys = _lay_out([block.keys for block in blocks], device)
         if blocks[0].window_left is not None:
-            # The kernel limits how many keys after its own position a query sees, by the longest
-            # length (flash_api.cpp, set_params_fprop). Here a query sees all of these keys, and its
-            # position can be below 0 if a block has more queries than keys. So raise the limit.
+            # The kernel clamps the number of keys that a query sees after its own position to the
+            # longest length (flash_api.cpp, set_params_fprop). In these blocks a query sees all
+            # later keys, and its position is below 0 if there are more queries than keys. So raise
+            # the longest length.
             longest_keys += longest_queries
         kind = blocks[0].is_causal, blocks[0].window_left
         return cls(queries, keys, (first, second), (longest_queries, longest_keys), *kind)
@@ -371,10 +391,15 @@ class _Call:
 
 
 def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | slice, Tensor, int]:
-    """Return the rows of all slices, each slice's bounds among them, and the longest length."""
+    """Concatenate slices of rows for a kernel call.
+
+    Returns:
+        The rows of all slices, the int32 offsets of the slices in them, and an upper bound of a
+        slice's length.
+    """
     sizes = [span.stop - span.start for span in slices]
     bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
-    longest = max(2, *sizes)  # a single query would change the kernel and its order of sums
+    longest = max(2, *sizes)  # 1 would select another kernel, which sums in another order
     if len(slices) == 1:
         return slices[0], bounds, longest
     index = torch.cat([torch.arange(span.start, span.stop) for span in slices])
@@ -394,7 +419,8 @@ def _group_disjoint(blocks: Sequence[Block]) -> list[list[Block]]:
             if (
                 (last.is_causal, last.window_left) == kind
                 and last.queries.stop <= block.queries.start
-                # blocks with keys of the same piece have the same end
+                # blocks share keys only if these are of the same piece, and then end at the same
+                # row
                 and block.keys.stop not in ends
             ):
                 members.append(block)
@@ -429,7 +455,7 @@ def _add_on_gpu(
         merged = out[call.queries].mul_(torch.exp(previous_lse - total).unsqueeze(-1))
         merged.addcmul_(added, torch.exp(added_lse - total).unsqueeze(-1))
         lse[call.queries] = total
-        if not isinstance(call.queries, slice):  # indexing has made a copy
+        if not isinstance(call.queries, slice):  # indexing by a tensor has made a copy of ``out``
             out[call.queries] = merged
 
 

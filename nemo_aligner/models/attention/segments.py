@@ -1,7 +1,8 @@
 """A pack as attention sees it: its segments, the pool of cached keys, and context parallelism.
 
-A segment is a run of tokens that sequences share, or that is the end of one sequence. A segment
-attends to itself and to its prefix segments, some of which may be cached from earlier packs.
+A segment is a run of tokens that several sequences share, or the rest of a single sequence. A
+segment attends to itself and to its prefix segments, some of which may be cached from earlier
+packs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
     """
     chains: list[tuple[int, ...]] = []
     for prefix in prefixes:
-        # Prefixes are listed before the segments that begin with them, so their chains are known.
+        # A prefix is listed before the segments that follow it, so ``chains`` has its entry
+        # already.
         earlier = chains[prefix - cached] if prefix >= cached else ()
         chains.append((*earlier, prefix) if prefix >= 0 else ())
     return chains
@@ -69,10 +71,11 @@ class Queries(NamedTuple):
 
 
 def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[int]:
-    """List which RoPE each segment has, by the length of the sequences that contain the segment.
+    """List which RoPE each segment uses, for models whose RoPE depends on the sequence's length.
 
     Args:
-        by_length: ``ModelShape.length_dependent_rope``.
+        by_length: maps a sequence's length to the number of its RoPE
+            (``ModelShape.length_dependent_rope``).
 
     Raises:
         ValueError: sequences with different RoPE share a segment, cached or not.
@@ -99,13 +102,13 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
 class PackedSegments:
     """The segments of a pack, in the form that attention kernels need.
 
-    Values that all layers need are cached properties, or a ``plan`` of the layers' backend.
+    Values that all layers share are computed once, as cached properties or as a backend's ``plan``.
 
     Attributes:
         lengths: tokens of every segment.
         prefixes: number of each segment's prefix, -1 for none. Cached segments are numbered first.
-        cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
-        kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
+        cu_seqlens: ``[G + 1]`` int32 offsets of the G segments in the queries.
+        kv_cu_seqlens: ``[G + 1]`` int32 offsets of the G segments' keys, prefixes included.
         kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T tokens
             of the pack; None if the keys are just the pack's tokens in their order.
         cached: which tokens the pack reads from ``pool``, and which of its own it stores there.
@@ -183,7 +186,7 @@ class PackedSegments:
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Prepend a layer's cached keys and values to the pack's: ``[C + T, groups, c]`` each.
 
-        Also store in the pool the keys and values of those pack tokens that are to be cached.
+        Also store in the pool the keys and values of the pack tokens that ``cached`` selects.
         """
         if key.is_cuda and self.cached is not None and self.pool is not None:
             keys, values = self.pool.exchange(layer_number, key, value, self.cached)
@@ -199,7 +202,7 @@ class PackedSegments:
         return keys, values
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Store in the pool the keys and values of those pack tokens that are to be cached.
+        """Store in the pool the keys and values of the pack tokens that ``cached`` selects.
 
         Args:
             key, value: ``[T, groups, c]`` of all tokens of the pack.
@@ -219,7 +222,7 @@ class PackedSegments:
 
     @cached_property
     def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """Return the pack's rows to store, and their pool slots; as slices where possible."""
+        """Return the pack's rows to store, and their pool slots; as slices if consecutive."""
         assert self.cached is not None
         return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
@@ -230,12 +233,12 @@ class PackedSegments:
 
     @cached_property
     def chains(self) -> list[tuple[int, ...]]:
-        """Each segment's prefixes, as segment numbers, from the start of the sequence."""
+        """For each of the pack's own segments its prefixes: segment numbers in sequence order."""
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
     def queries(self) -> list[Queries]:
-        """The parts of the pack's own segments whose queries this rank computes, in their order."""
+        """The parts of the pack's own segments whose queries this rank computes, in pack order."""
         return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
 
     def chain(self, part: Queries) -> tuple[int, ...]:
@@ -244,7 +247,7 @@ class PackedSegments:
 
     @cached_property
     def max_length(self) -> int:
-        """The largest number of queries in a part; it selects kernels and sizes their grids."""
+        """The most queries of a segment on this rank, by which GPU kernels and grids are chosen."""
         if self.sizes is not None:
             return self.sizes.length
         return max(part.length for part in self.queries)
@@ -270,7 +273,7 @@ class PackedSegments:
 
     @cached_property
     def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
-        """Describe the same segments for keys that are gathered in the order of ``kv_index``.
+        """Describe these segments for keys that are gathered from all ranks in ``kv_index`` order.
 
         Returns:
             Segments without a ``kv_index``, which these keys do not need, and ``[K]`` int64: the
@@ -293,6 +296,7 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
 
     Args:
         lengths: tokens of the pack's own segments.
+        cached: number of cached segments, which are numbered first.
         share: the tokens that this rank computes under context parallelism; None is all of them.
     """
     if share is None:
@@ -308,9 +312,11 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
 def _index_keys(
     parts: Sequence[Queries], prefixes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], Tensor]:
-    """Count each part's keys, and index them in order of position.
+    """Count the keys that each part sees, and list their indices in order of position.
 
     Args:
+        parts: parts of segments whose queries this rank computes.
+        prefixes: number of each segment's prefix, -1 for none.
         lengths: lengths of all segments, the cached ones first.
 
     Returns:
@@ -361,7 +367,7 @@ class Scores:
 
     Attributes:
         scale: factor; None is ``c ** -0.5``, with c channels of a head.
-        window: keys that a query sees, its own included; None is all before it.
+        window: number of latest keys that a query sees, its own included; None is all of them.
         soft_cap: cap of ``cap * tanh(score / cap)`` (Gemma 2, Gemma Team 2024); None is no cap.
         has_sinks: a learned logit of each query head joins the softmax, and its probability is
             dropped (gpt-oss, OpenAI 2025; see ``utils/sinks.py``).
@@ -408,7 +414,7 @@ class KeyValuePool:
         return of_states + sum(layer.nbytes for layer in self._layers.values())
 
     def touch(self) -> None:
-        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
+        """Write to the whole pool once, because Linux allocates host memory at the first write."""
         for layer in self._layers.values():
             layer.zero_()
         if self.states is not None:
@@ -446,7 +452,7 @@ def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tens
 
     ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
     c]``. In the backward pass their gradients are summed over the ranks, because each rank has
-    other queries.
+    different queries.
     """
     return _gather(torch.stack([key, value], dim=1), index)
 
@@ -523,9 +529,10 @@ class _Gather(Function):
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Combine outputs that are split over context parallel ranks into ``[count, A]``; collective.
+    """Combine a head's outputs from all context parallel ranks into ``[count, A]``; collective.
 
-    A rank has the outputs ``local [r, A]``, which belong at the indices ``rows [r]`` of the result.
+    A rank has the rows ``local [r, A]``, A values for each of r tokens that a head reads. They
+    belong at the indices ``rows [r]`` of the result.
 
     All ranks get the result, and compute the same loss from it. So the gradient of ``local`` is the
     result's gradient at this rank's rows, without a sum over the ranks.

@@ -28,7 +28,11 @@ _AMPERE = (8, 0)
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Return why FlashAttention 2 cannot run heads of this dtype and size here; None if it can."""
+    """Return why this GPU cannot run FlashAttention 2 on such heads; None if it can.
+
+    Args:
+        channels: number of channels of a head.
+    """
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -48,7 +52,7 @@ def has_public_function(with_window: bool) -> bool:
 
 
 def has_operator(with_window: bool) -> bool:
-    """Tell if torch's private operator can be used, and supports windows if ``with_window``."""
+    """Tell if torch's private operator can be used; with ``with_window``, if it has windows."""
     return not with_window or "window_size" in _varlen_parameters()
 
 
@@ -73,7 +77,7 @@ def _varlen_parameters() -> frozenset[str]:
 def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's public function, which supports grouped heads from torch 2.12 on.
 
-    Of ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
+    In ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
     each, with the C cached tokens first; sinks must be None. The result is ``[n, heads, c]``.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -91,8 +95,9 @@ def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Score
 def by_operator(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
     """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
 
-    It is also used for attention sinks: torch's public function does not let its backward pass use
-    another log-sum-exp. Arguments and result are those of ``by_public_function``.
+    It is also used for attention sinks: the backward pass then needs a log-sum-exp that includes
+    the sinks, which torch's public function does not accept. Arguments and result are those of
+    ``by_public_function``.
     """
     query, key, value, sinks = tensors
     arguments = packed_arguments(query, key, value, segments, scores)
@@ -142,7 +147,8 @@ class _WithSinks(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (bounds, is_causal, options), grad = ctx.call, grads[0].contiguous()
-        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout is off
+        # seed of the kernel's dropout, which is off
+        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)
         gradients = gpu_flash_attention_backward(
             grad, query, key, value, out, lse, *bounds, 0.0, is_causal, no_seed, no_seed, **options
         )

@@ -141,7 +141,9 @@ def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
         alone = _results(kernels, rows[number : number + 1])
         for name, result in alone.items():
             if not torch.equal(result[0], together[name][number]):
-                raise RuntimeError(f"{kernels.name}: a row of {name} depends on other rows")
+                raise RuntimeError(
+                    f"{kernels.name}: the result of {name} for a row depends on other rows"
+                )
 
 
 def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:

@@ -55,7 +55,10 @@ def norm_forward(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the sum ``x + alpha * added``, its norm, and rows' factors; see ``fused.Kernels``."""
+    """Compute the sum ``x + alpha * added``, its norm, and the factor that norms each row.
+
+    ``fused.Kernels.norm_forward`` describes arguments and results.
+    """
     total = x if added is None else torch.add(x, added, alpha=alpha)
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -108,7 +111,10 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 def split_forward(
     mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``mixed`` into queries, keys and values, and apply RoPE; see ``SplitOperation``."""
+    """Split linear_qkv's output ``mixed`` into queries, keys and values, and apply RoPE.
+
+    ``SplitOperation`` describes arguments and results.
+    """
     heads = mixed.view(mixed.size(0), groups, -1, channels)
     rotated = _rotate(heads[:, :, :-1], cos, sin)
     query, key = rotated[:, :, :-1].flatten(1, 2), rotated[:, :, -1]
@@ -116,7 +122,7 @@ def split_forward(
 
 
 def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute the gradient of ``mixed`` from the gradients ``query``, ``key`` and ``value``."""
+    """Compute the gradient of linear_qkv's output from those of queries, keys and values."""
     groups = key.size(1)
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
     heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)

@@ -69,12 +69,15 @@ class Kernels(Protocol):
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``mixed`` into queries, keys and values, and apply RoPE; see ``SplitOperation``."""
+        """Split linear_qkv's output ``mixed`` into queries, keys and values, and apply RoPE.
+
+        ``SplitOperation`` describes arguments and results.
+        """
 
     def split_backward(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """Compute the gradient of ``mixed`` from the gradients ``query``, ``key`` and ``value``."""
+        """Compute the gradient of linear_qkv's output from those of queries, keys and values."""
 
 
 class _RMSNorm(Function):
@@ -173,7 +176,7 @@ class _SplitAndRotate(Function):
 
 
 def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
-    """Make an implementation from ``kernels``.
+    """Make an implementation of the pointwise operations, with autograd, from ``kernels``.
 
     For dtypes that the kernels do not support, it calls the eager functions.
     """

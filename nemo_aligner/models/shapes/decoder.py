@@ -36,7 +36,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
-# Fields that older checkpoints lack, with the values that their models have.
+# Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -50,7 +50,7 @@ _NAMED_LATER = {
     "attention_sinks": False,
     "proj_bias": False,
 }
-# The same for the fields of ``ExpertShape``.
+# Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER_OF_EXPERTS = {
     "score_function": "softmax",
     "expert_bias": False,
@@ -68,21 +68,22 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or, only of
-            experts, ``quick-geglu``; or, without a gate, ``squared-relu``, ``gelu``, ``gelu-tanh``
-            (GELU's tanh approximation), or ``xielu``, which has two learned parameters in each
-            layer.
+        activation: the MLP's activation. With a gate: ``swiglu``, ``geglu`` (tanh GELU) and, only
+            for experts, ``quick-geglu``. Without a gate: ``squared-relu``, ``gelu``, ``gelu-tanh``
+            (GELU's tanh approximation) and ``xielu`` (two learned parameters in each layer).
         normalization: ``rmsnorm``; ``layernorm``: LayerNorm with a bias; ``layernorm1p``: the
             same, but its stored weight is gamma - 1; or ``layernorm_without_bias``.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
         qk_layernorm_across_heads: the norms of queries and keys take their statistics over all
             heads together, as in OLMo 2, rather than over each head.
-        zero_query_groups: how many of the query groups are zeros, added for tensor parallelism.
+        zero_query_groups: how many of the query groups have only zero weights; they were added so
+            that the tensor parallel size divides the groups.
         pre_layernorms: the inputs of attention and MLP are normed.
-        post_layernorms: the outputs of attention and MLP are normed before they are added.
+        post_layernorms: the outputs of attention and MLP are normed before they are added to the
+            residual stream.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of what attention and MLP add to the residual stream.
-        window_size: number of keys that a token sees, its own included; None is all before it.
+        window_size: number of keys that a token sees, its own included; None is no window.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
         window_attn_skip_freq: layers without the window, instead of ``window_pattern``: N for every
@@ -178,7 +179,7 @@ class ModelShape:
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
 
-        Fields that old checkpoints lack are left out if they have the values of old models.
+        Fields that older checkpoints lack are omitted if they have the values of older models.
         """
         fields = asdict(self)
         del fields["zero_query_groups"]  # zero groups do not change a reward
@@ -268,17 +269,17 @@ class ModelShape:
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Return how many keys a token sees in a layer, numbered from 1; None is all before it."""
+        """Return how many keys a token sees in a layer, numbered from 1; None is no window."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
     def rotates(self, layer_number: int) -> bool:
-        """Tell if a layer, numbered from 1, has RoPE."""
+        """Tell if a layer, numbered from 1, applies RoPE to its queries and keys."""
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Length up to which all sequences have the same RoPE; None if there is no such limit."""
+        """Number of tokens up to which sequences have the same RoPE; None if all have the same."""
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
@@ -305,9 +306,12 @@ class ModelShape:
         return self.linear_attention is None and self.moe_layer_freq is None
 
     def of_layer(self, layer_number: int) -> ModelShape:
-        """Return the shape of a model with the modules of layer 1 to ``num_layers`` in each layer.
+        """Return the shape of a model whose layers all have the modules of this one layer.
 
         The windows and RoPE of layers may still differ.
+
+        Args:
+            layer_number: number of the layer, from 1 to ``num_layers``.
         """
         if self.is_uniform:
             return self
@@ -359,7 +363,8 @@ class ModelShape:
             if count % tp != 0:
                 raise ConfigError(
                     f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
-                    f"Convert it with --tensor-parallel={tp}, which adds query groups of zeros."
+                    f"Convert the checkpoint with nemo-aligner convert --tensor-parallel={tp}, "
+                    "which adds query groups of zeros."
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(
@@ -400,7 +405,7 @@ class ModelShape:
         return split + sum(parts), norms + replicated + routers
 
     def _mixer_parameters(self) -> tuple[int, int]:
-        """Count ``layer_parameters`` of attention alone, of whichever kind it is."""
+        """Count the parameters of attention: those that TP shards, and the replicated ones."""
         if self.linear_attention is not None:
             return self.linear_attention.parameters(self.hidden_size)
         if self.latent_attention is not None:
@@ -429,7 +434,7 @@ class ModelShape:
 
         The ratio is two multiply-adds per channel of every head, divided by one for each parameter
         that a token goes through. For models with windows it is an upper bound. Layers with linear
-        attention have no such pairs.
+        attention count as 0.
         """
         layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
         width = sum(layer.active_mlp_width for layer in layers) / self.num_layers

@@ -25,11 +25,12 @@ SCORE_FUNCTION, EXPERT_BIAS = "moe_router_score_function", "moe_router_enable_ex
 GROUP_COUNT, GROUP_TOP_K = "moe_router_num_groups", "moe_router_group_topk"
 SCALING_FACTOR = "moe_router_topk_scaling_factor"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-# megatron-core's key for the limit of an expert's two projections. The other two keys are this
-# package's: megatron-core has one for the biases of all linear layers, and none for the router's.
+# megatron-core's key for the limit to which an expert's gate and up projection are clamped.
 CLAMP_VALUE = "activation_func_clamp_value"
 # gpt-oss' activation of experts, ``(up + 1) * gate * sigmoid(1.702 * gate)``.
 QUICK_GEGLU = "quick-geglu"
+# This package's own keys: megatron-core has one key for the biases of all linear layers together,
+# and none for the router's bias.
 EXPERT_LINEAR_BIAS, ROUTER_BIAS = "moe_expert_bias", "moe_router_bias"
 
 
@@ -143,7 +144,8 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
 
     Raises:
         CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
-            without a gate, which are not supported with experts; or ``_read_router`` raises.
+            without a gate, which are not supported with experts; or the router's keys are wrong
+            (``_read_router``).
     """
     _check_activation(config)
     if not config.get(EXPERT_COUNT):
@@ -203,7 +205,8 @@ def _read_router(config: Mapping[str, Any], count: int, top_k: int) -> dict[str,
     chosen = read_count(config.get(GROUP_TOP_K) or groups, key, expected, 1, groups)
     if chosen == groups:
         groups = chosen = 1
-    # A group counts by up to two scores, and the chosen groups must have ``top_k`` experts.
+    # A group is ranked by its best score, or its best two with sigmoid, so it needs as many
+    # experts. The chosen groups together need ``top_k`` experts.
     least = max(2 if function == SIGMOID else 1, -(-top_k // chosen))
     if groups > 1 and (count % groups or count // groups < least):
         raise CheckpointError(

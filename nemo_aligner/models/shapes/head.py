@@ -78,7 +78,11 @@ def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[s
 def head_to_train(
     stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
 ) -> HeadShape | None:
-    """Return the settings' head; ``stored`` if the settings name none and the head is not new."""
+    """Choose the shape of the head to train.
+
+    It is the shape in the settings. If they have none, a new head is one matrix, and a head that is
+    not new keeps the checkpoint's shape, ``stored``.
+    """
     requested = HeadShape.from_settings(settings)
     return stored if requested is None and not is_new else requested
 

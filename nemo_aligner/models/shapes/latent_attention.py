@@ -13,7 +13,8 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 # Megatron's keys. ``q_lora_rank`` may be None, and is then not read with the others.
 LATENT_ATTENTION, QUERY_RANK = "multi_latent_attention", "q_lora_rank"
 LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# This package's own key: epsilon of the norms of the latents. Without it, it is that of all norms.
+# This package's own key: epsilon of the norms of the latents. Without this key they use
+# ``layernorm_epsilon``.
 LATENT_EPSILON = "latent_layernorm_epsilon"
 # Settings of attention that are not supported with MLA, each with the values that switch it off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -92,7 +93,7 @@ class LatentAttentionShape:
 
     @property
     def key_value_width(self) -> int:
-        """Outputs of the up projection of all keys, without their part with RoPE, and values."""
+        """Outputs of the up projection: all heads' keys without RoPE channels, and their values."""
         return self.heads * (self.qk_nope_head_dim + self.v_head_dim)
 
     @property
@@ -115,7 +116,7 @@ class LatentAttentionShape:
         """Check that tensor parallelism splits the input projection evenly.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the size does not divide the projection's channels.
         """
         if self.q_lora_rank is not None and self.projection_width % tp != 0:
             raise ConfigError(
@@ -174,8 +175,8 @@ def _check_sizes(config: Mapping[str, Any], shape: LatentAttentionShape) -> None
         # The rows of the input projection are ordered by head, for tensor parallelism: each head
         # has its query and an equal part of the latent.
         problem = (
-            f"kv_lora_rank: got {shape.kv_lora_rank} without {QUERY_RANK}, wanted a sum with "
-            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} that the {heads} heads divide"
+            f"kv_lora_rank: got {shape.kv_lora_rank} without {QUERY_RANK}, wanted kv_lora_rank + "
+            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} to be a multiple of the {heads} heads"
         )
     elif shape.q_lora_rank is None and config.get("zero_query_groups"):
         problem = (

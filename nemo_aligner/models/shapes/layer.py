@@ -66,7 +66,7 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields that describe a layer's modules."""
+    """Read the fields of ``ModelShape`` that describe a layer's modules, by field name."""
     normalization = config.get("normalization", "rmsnorm")
     if config.get("proj_bias") and config.get("post_layernorms"):
         raise CheckpointError(
@@ -174,7 +174,8 @@ def check_supported(config: Mapping[str, Any]) -> None:
     _check_combinations(config)
 
 
-# Keys of which a dense layer with attention may have several, but no layer of another kind any.
+# Keys that are not supported in a model with experts or linear attention, which ``_OTHER_KINDS``
+# switch on.
 _OF_DENSE_LAYERS = ("bias", "parallel_residual")
 _OTHER_KINDS = (EXPERT_COUNT, ATTENTION_VARIANT)
 

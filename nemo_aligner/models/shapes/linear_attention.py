@@ -44,7 +44,7 @@ class LinearAttentionShape:
 
     @property
     def values_per_key(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads that share a key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
@@ -78,7 +78,7 @@ class LinearAttentionShape:
         """Check that tensor parallelism splits the key heads evenly.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the size does not divide the number of key heads.
         """
         if self.num_key_heads % tp != 0:
             raise ConfigError(

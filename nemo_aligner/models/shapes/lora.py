@@ -23,7 +23,8 @@ LINEARS = dict(
         strict=True,
     )
 )  # fmt: skip
-# The same for mixture-of-experts layers, where each expert has its own linear layers.
+# Linear layers of the MLP by the same names in mixture-of-experts layers, where each expert has its
+# own.
 EXPERT_LINEARS = {
     name: path.replace("mlp.", "mlp.experts.") for name, path in LINEARS.items() if "mlp" in path
 }

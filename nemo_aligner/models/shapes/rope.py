@@ -147,7 +147,7 @@ class QueryScaling:
 
 
 def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
-    """Read Llama 4's scaling of queries; the keys are Megatron-Bridge's."""
+    """Read Llama 4's scaling of queries from Megatron-Bridge's keys; None if the model has none."""
     if config.get("llama_4_scaling_beta") is None:
         return None
     return QueryScaling(
@@ -157,7 +157,7 @@ def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
-    """Read Llama 3.1's RoPE scaling; the keys are NeMo's."""
+    """Read Llama 3.1's RoPE scaling from NeMo's keys; None if the model has none."""
     if not config.get("scale_positional_embedding"):
         return None
     # The defaults are Llama 3.1's values, which NeMo does not write into its configs.
