@@ -65,13 +65,13 @@ def export_adapter(
 ) -> str:
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
-    One process calls it. If the base is a folder, the adapter is loaded onto it, and must compute
-    the archive's rewards within 1e-4. Otherwise ``output`` is not created.
+    Only one process may call this. If ``base`` is a folder, the adapter is loaded onto that model
+    and must compute the archive's rewards within 1e-4; if it does not, ``output`` is not created.
 
     Args:
         base: the base model that peft shall load: a folder, or a name on the hub.
-        options: weights keep their dtype and the head its form, whatever the options say, because
-            peft supports no other form.
+        options: options of the export. ``dtype`` and ``head`` have no effect: an adapter's weights
+            keep their dtype, and peft supports only one form of the head.
 
     Returns:
         Lines to print.

@@ -19,7 +19,8 @@ from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 METHOD = "fp8"
-# The dtype of the weights in safetensors files, in addition to those of all checkpoints.
+# torch's dtype by its name in safetensors files. ``source.py`` accepts it in addition to the dtypes
+# of unquantized checkpoints.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 _SCALES = "_scale_inv"
 
@@ -28,10 +29,11 @@ Block = tuple[int, int]
 
 
 def read_block(quantization: Any) -> Block | None:
-    """Read ``quantization_config``; None unless it says fp8 with a scale for each block.
+    """Return the rows and columns of a block from ``quantization_config``; None if it is not fp8.
 
     Raises:
-        CheckpointError: the config says fp8, but not with blocks of E4M3 elements.
+        CheckpointError: the method is fp8, but there is no size of a block, or the elements are not
+            E4M3.
     """
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
@@ -78,7 +80,7 @@ def _read_dequantized(name: str, weight: LazyTensor, scales: LazyTensor, block: 
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Multiply ``weight [rows, columns]`` in fp32 by the scale ``[i, j]`` of each block."""
+    """Multiply each block of ``weight [rows, columns]`` by its scale, in fp32; return bf16."""
     rows, columns = weight.shape
     by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
     return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]

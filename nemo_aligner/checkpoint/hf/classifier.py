@@ -78,13 +78,14 @@ class HfRewardModel:
     Attributes:
         tokenizer: tokenizer of transformers.
         model: reward model of transformers, on its device.
-        seq_length: most tokens of a sample, the smaller of the model's and the tokenizer's limit;
-            None for no limit.
+        seq_length: most tokens of a sample: the limit of the model or of the tokenizer, whichever
+            is smaller; None if neither has a limit.
         batch_tokens: most tokens of a batch, including padding.
         watch: called after each batch with the number of finished samples and the number of all
             samples, to show progress.
-        adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
-        contract: scoring contract; None for a model that this package did not export.
+        adds_eos: whether EOS is appended to raw texts, as TRL's RewardTrainer does.
+        contract: scoring contract in the model's folder; None if this package did not export the
+            model.
         contract_tokenizer: tokenizer for the contract; None without a contract.
     """
 
@@ -121,7 +122,7 @@ class HfRewardModel:
 
     @cached_property
     def _readout(self) -> Readout | None:
-        """Readout that turns logits of bins into rewards; None unless this package exported one."""
+        """Rule that computes rewards from logits of bins; None if the logits are the rewards."""
         readout = getattr(self.model.config, READOUT_KEY, None)
         return None if readout is None else Readout.from_json(json.dumps(readout))
 
@@ -158,7 +159,7 @@ class HfRewardModel:
             raise NoTemplateError(
                 "this sample is a conversation, but the tokenizer has no chat template"
             )
-        # Reject a message that contains the template's markers, because it could imitate another
+        # Reject messages that contain the template's markers of a turn: they could imitate another
         # turn.
         self._turn_marks.check(text)
         rendered = self._render(self._reading.adapt(text))
@@ -202,7 +203,7 @@ class HfRewardModel:
         return [len(self.tokenizer(reply, add_special_tokens=False).input_ids) for reply in replies]
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Compute the rewards of samples; see ``Scorer``.
+        """Compute the rewards of samples, as every ``Scorer`` (``data/``) does.
 
         For an export of this package, the label means in its ``config.json`` are added.
 
@@ -391,7 +392,8 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
         choice: which head to read, see ``find_head``.
 
     Raises:
-        CheckpointError: there is no such head, or it reads steps or the mean of a response.
+        CheckpointError: the checkpoint has no such head, or its head reads steps or the mean of a
+            response, which this module does not support.
     """
     with TemporaryDirectory() as scratch:
         source = open_source(name)
@@ -415,7 +417,7 @@ def _max_tokens(tokenizer: Any, model: Any) -> int | None:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Dynamic RoPE supports longer samples by this factor.
+    # With dynamic RoPE, samples may be longer than the model's positions by this factor.
     if positions and rope.get("rope_type") == "dynamic":
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]

@@ -46,7 +46,7 @@ def _to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
 
 def _cohere_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("use_qk_norm", False, None)
-    # transformers' class ignores head_dim.
+    # transformers' class ignores head_dim, so a head has hidden_size / heads channels.
     return _to_nemo({**config, "head_dim": None}, "cohere", base=500000.0)
 
 

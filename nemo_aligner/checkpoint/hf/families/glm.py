@@ -1,7 +1,7 @@
 """GLM-4 (``glm``, ``glm4``), Helium, ERNIE 4.5: RoPE rotates pairs of neighbouring channels.
 
-A NeMo config of these models names its family. Its other settings could be those of a Llama, whose
-Hugging Face tensors have other names or another order of rows.
+A NeMo config of these models must name its family: its other settings could be those of a Llama,
+but in Hugging Face the tensors of a Llama have other names or another order of rows.
 """
 
 from __future__ import annotations
