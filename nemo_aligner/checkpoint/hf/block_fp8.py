@@ -43,8 +43,8 @@ def read_block(quantization: Any) -> Block | None:
     if len(sizes) != 2 or not are_counts or kind != "e4m3":
         raise CheckpointError(
             f"quantization_config: got fp8 with weight_block_size={shown(block)} and "
-            f"fmt={shown(kind)}, wanted the rows and columns of a block, and e4m3. Use the "
-            "checkpoint in bf16"
+            f"fmt={shown(kind)}; only two positive numbers (rows and columns of a block) and "
+            "e4m3 are supported. Use a copy of the model in bf16"
         )
     return sizes[0], sizes[1]
 

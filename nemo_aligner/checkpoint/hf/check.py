@@ -114,7 +114,8 @@ def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[Checke
     texts = list(encode(contract, tokenizer))
     if not texts:
         raise CheckpointError(
-            "the scoring contract accepts none of the samples with which an export is checked"
+            "the export cannot be checked: the model's scoring contract rejects all built-in "
+            "samples with which an export is compared with its archive"
         )
     return texts
 
@@ -214,7 +215,10 @@ def _load_exported(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(f"transformers cannot load the exported files: {error}") from error
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
-        raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
+        raise CheckpointError(
+            f"pad token: transformers reads the id {tokenizer.pad_token_id} from the exported "
+            f"tokenizer, but config.json has {pad_id}"
+        )
     return tokenizer, model
 
 
@@ -249,7 +253,8 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     differing = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if differing:
         raise CheckpointError(
-            "the exported tensors are not those that transformers expects; they differ in "
+            "transformers' class has other tensors than the exported files; missing, unknown or of "
+            "another shape: "
             f"{', '.join(map(str, differing))}"
         )
     model = model.to(current_device()).eval()

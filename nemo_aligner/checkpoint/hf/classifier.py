@@ -374,7 +374,7 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
         # of the checkpoint that its class lacks. Neither gives the trained rewards.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
-        problem = "transformers' class does not have all tensors of its head"
+        problem = "transformers' class does not have all tensors of the model's head"
         if missing:
             problem = f"weights are missing: {missing}, so it is no trained reward model"
     try:
@@ -403,8 +403,8 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
         contract = source.contract or {}
         if reads_steps(source) or contract.get("reply_marker") is not None:
             raise CheckpointError(
-                "its head reads steps or means, which is supported only after `nemo-aligner "
-                "convert`"
+                "its head reads steps or the mean of a response, which is supported only in "
+                ".nemo archives. Convert the model with `nemo-aligner convert`"
             )
         if head.rows:
             source.save_tokenizer(Path(scratch) / "tokenizer")

@@ -104,7 +104,9 @@ class GgufCheckpoint:
             if name not in (*ROPE_TENSORS, CLASSIFIER):
                 self._add_tensor(name, self._hf_name(name), stored.unpacked_shape)
         if "token_embd.weight" not in self._stored:
-            raise CheckpointError("token_embd.weight: the tensor is missing")
+            raise CheckpointError(
+                "token_embd.weight: this tensor, the embedding, is missing. Download the file again"
+            )
         self.contract = _read_contract(self.fields)
         self.config = {
             "model_type": self._family.name,
@@ -151,8 +153,9 @@ class GgufCheckpoint:
         labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
         if not self._format.has_classifier or shape[:1] != (2,):
             raise CheckpointError(
-                f"{CLASSIFIER}: got shape {list(shape)} in a {self._format.architecture}, wanted "
-                "two rows in a qwen3, which is what llama.cpp's rank pooling reads"
+                f"{CLASSIFIER}: got a head of shape {list(shape)} in a {self._format.architecture} "
+                "model, wanted two rows in a qwen3 model, the only head that llama.cpp's rank "
+                "pooling reads"
             )
         if not isinstance(labels, list) or len(labels) != 2:
             raise CheckpointError(f"{key}: got {shown(labels)}, wanted the names of two classes")

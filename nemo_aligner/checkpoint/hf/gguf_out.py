@@ -190,8 +190,8 @@ class _Writer:
             writer.add_rope_scaling_factor(rope["factor"])
         elif rope["rope_type"] != "default":
             raise CheckpointError(
-                f"rope_type: got {shown(rope['rope_type'])}, but only default and linear can be "
-                "exported as GGUF"
+                f"rope_type: the model has {shown(rope['rope_type'])}, but only default and linear "
+                "can be exported as GGUF. Export it as a Hugging Face folder"
             )
 
     def _add_tokenizer(self, writer: Any) -> None:
@@ -307,7 +307,7 @@ class _Writer:
             # does not have.
             if actual[key] != value and key != "tie_word_embeddings":
                 raise CheckpointError(
-                    f"{key}: the written file has {actual[key]}, but the archive {value}"
+                    f"{key}: the written file has {actual[key]}, but the archive has {value}"
                 )
         for name, tensor in [*self._stored_tensors(), (HF_HEAD, self.head)]:
             if not torch.equal(read.tensors[name].read(), tensor.float()):
@@ -361,7 +361,8 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise CheckpointError(
-            f"tokenizer.json: got {shown(model.get('type'))}, wanted byte-level BPE"
+            f"tokenizer.json: model: got {shown(model.get('type'))}, wanted BPE on bytes, the only "
+            "kind of tokenizer that can be exported as GGUF"
         )
     # llama.cpp does not normalize texts to NFC. This is accepted, because most texts are in NFC
     # already and get the same ids.

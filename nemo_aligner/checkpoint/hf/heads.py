@@ -424,8 +424,8 @@ def _read_row_tokens(source: Source) -> list[str] | None:
     if is_valid and len(tokens) == 1 and method == "no_post_processing":
         return tokens
     raise CheckpointError(
-        f"classifier_from_token: got {shown(tokens)} with the method {shown(method)}, wanted two "
-        "tokens with from_2_way_softmax, or one with no_post_processing"
+        f"classifier_from_token: got {shown(tokens)} with method={shown(method)}, wanted two "
+        "tokens with method=from_2_way_softmax, or one token with method=no_post_processing"
     )
 
 
@@ -520,7 +520,7 @@ def load_with_head(name: str, source: Source, head: FoundHead, dtype: torch.dtyp
         body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        raise CheckpointError(f"{name}: weights are missing: {missing}")
+        raise CheckpointError(f"{name}: weights of the decoder are missing: {missing}")
     lazy_tensors = head.tensors(body.config.get_text_config().hidden_size)
     tensors = {head_name: tensor.read() for head_name, tensor in lazy_tensors.items()}
     return BodyWithHead(body, tensors, reads_all=reads_steps(source))

@@ -332,7 +332,8 @@ def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: st
     biased_form = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
     if form not in (None, biased_form):
         raise CheckpointError(
-            f"head: got {shown(form)} for a head that reads {reads}, wanted {biased_form}"
+            f"head: got {shown(form)}, but a head that reads {reads} can only be exported as "
+            f"{biased_form}. Leave --head out"
         )
     return biased_form
 
@@ -366,7 +367,8 @@ def _check_form(
     if form not in supported:
         layers = "two layers" if has_two_layers else "one matrix"
         raise CheckpointError(
-            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(supported)}"
+            f"head: got {shown(form)}, but the model's head, which has {layers}, can only be "
+            f"exported as {' or '.join(supported)}"
         )
     outputs = head["weight"].size(0)
     if form == VALUE_LAYER.last and outputs != 1:
@@ -376,8 +378,8 @@ def _check_form(
         )
     if form == LINEAR.last and "bias" in head and not are_rewards:
         raise CheckpointError(
-            f"head: got {form} for a head of bins that has a bias. transformers' class has no "
-            f"bias, and a reward depends on the bins' biases. Use {SCORE_WITH_BIAS}"
+            f"head: got {form}, a form without biases, but this model computes a reward from "
+            f"several outputs (bins), each of which needs its bias. Use --head {SCORE_WITH_BIAS}"
         )
 
 

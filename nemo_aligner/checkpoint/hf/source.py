@@ -161,13 +161,14 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
         )
     except Exception as error:  # the network library may raise anything
         raise CheckpointError(
-            f"there is no such folder, and no such model on the hub: {error}"
+            f"{source}: there is no folder with this path, and downloading the model of this name "
+            f"from the Hugging Face hub failed: {error}"
         ) from error
 
 
 def _open_gguf(path: Path) -> Source:
     if not path.is_file():
-        raise CheckpointError("no such file")
+        raise CheckpointError("there is no such file. Correct the path")
     checkpoint = GgufCheckpoint(path)
     save_tokenizer = partial(save_gguf_tokenizer, path, checkpoint.fields)
     return Source(
@@ -313,7 +314,10 @@ def _open_safetensors(
         stored = _read_headers(folder / name, dtypes)
         missing = sorted(listed - stored.keys())
         if missing:
-            raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
+            raise CheckpointError(
+                f"{folder / name}: tensor {short(missing[0])} is missing, which the index assigns "
+                "to this file. Download the checkpoint again"
+            )
         # Several files may contain the same tensor, so use only the tensors that the index assigns
         # to this file.
         tensors.update({key: stored[key] for key in listed or stored})
@@ -543,7 +547,10 @@ def check_tensors(
     """
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        raise CheckpointError(
+            f"{len(missing)} tensors of a {family.name} model are missing, the first is "
+            f"{missing[0]}"
+        )
     tied = config["share_embeddings_and_output_weights"]
     ignored = (*family.unused, *(family.untied.hf if tied else ()))
     surplus = tensors.keys() - expected.keys() - {*dropped}

@@ -44,7 +44,7 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _mark_layers(layers: int, first: int, last: int, interval: int) -> tuple[int, ...]:
-    """List a 1 for layers with experts (every ``interval``-th from ``first`` to ``last``), else 0."""
+    """List a 1 for layers with experts (every ``interval``-th, ``first`` to ``last``), else a 0."""
     return tuple(
         int(first <= layer <= last and (layer + 1) % interval == 0) for layer in range(layers)
     )

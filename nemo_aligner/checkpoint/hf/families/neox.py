@@ -125,8 +125,9 @@ def _neox_to_hf(config: Config) -> dict[str, Any]:
     if sizes != (heads, shape.hidden_size):
         raise CheckpointError(
             f"model_config.yaml: num_query_groups and kv_channels: got {shown(sizes[0])} and "
-            f"{shown(shape.kv_channels)}; a GPT-NeoX has as many groups as heads, {heads}, and "
-            f"hidden_size / heads channels"
+            f"{shown(shape.kv_channels)}, but a Hugging Face GPT-NeoX always has as many groups as "
+            f"heads, here {heads}, and hidden_size / heads channels, here "
+            f"{shape.hidden_size // heads}. The model cannot be exported"
         )
     decoder = _to_hf(
         config,

@@ -350,8 +350,8 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
     several = [f"{key}={value}" for key, value in scalings.items() if value is not None]
     if len(several) > 1:
         raise CheckpointError(
-            f"model_config.yaml: got {' and '.join(several)}, which Hugging Face cannot combine. A "
-            "model with one of them can be exported"
+            f"model_config.yaml: got {' and '.join(several)}, several kinds of RoPE scaling, which "
+            "Hugging Face cannot combine. Only a model with one of them can be exported"
         )
     rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
     if shape.seq_len_interpolation_factor is not None:
@@ -407,8 +407,8 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
         return {}
     if not has_window or len(kinds) != count or not all(kind in (SLIDING, FULL) for kind in kinds):
         raise CheckpointError(
-            f"layer_types: got {shown(kinds)} with a window of {size} and {count} layers, wanted "
-            f"{SLIDING!r} or {FULL!r} for each layer, and a window"
+            f"layer_types: got {shown(kinds)} with sliding_window={size} and {count} layers, "
+            f"wanted {SLIDING!r} or {FULL!r} for each layer, and a sliding_window"
         )
     assert size is not None
     if kinds == [SLIDING] * count:
