@@ -504,8 +504,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     by_layer: dict[int | None, list[tuple[Tensor, str]]] = defaultdict(list)
-    # With non_homogeneous_layers, Megatron puts a layer's number into its keys. By default one key
-    # stands for all layers.
+    # By default Megatron has one key for all layers; with this option, each layer has its own keys.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in tensors:
@@ -523,8 +522,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
         for tensor, _ in by_layer[layer]:
             tensor.data = tensor.new_empty(0)
 
-    # None stands for the weights outside the layers (embedding, final norm, head). They stay in
-    # memory.
+    # Load the weights outside the layers (embedding, final norm, head) once; they stay in memory.
     fill(None)
     for layer, module in enumerate(model.decoder.layers):
         empty(layer)

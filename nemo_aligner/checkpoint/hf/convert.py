@@ -186,9 +186,8 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # ``dropped`` lists the tensors that may be there although they are not converted: parts of
-    # other heads and, in a reward model, the output layer. check_tensors rejects all others,
-    # because they might change what the model computes.
+    # Tensors that may be there although they are not converted: parts of other heads and, in a
+    # reward model, the output layer. check_tensors rejects all other surplus tensors.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -204,8 +203,7 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # Call this only for its error: it raises if the model's RoPE does not support the
-            # contract's seq_length.
+            # Only for its error: RoPE may not support the contract's seq_length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():

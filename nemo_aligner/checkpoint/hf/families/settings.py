@@ -51,8 +51,7 @@ def decoder_to_nemo(
         base: base of RoPE.
         rotated: fraction of a head's channels with RoPE; None if the family always rotates all.
         head_dim: channels of a head; None means the hidden size divided by the heads.
-        attention_bias: default of ``attention_bias`` (queries, keys and values have biases); None
-            for a family that never has them.
+        attention_bias: default of the key with this name; None if the family never has biases.
         tied: default of ``tie_word_embeddings``.
         family: settings of this family, which are added to the result.
     """
