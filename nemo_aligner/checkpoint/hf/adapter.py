@@ -167,7 +167,8 @@ def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
 
 
 def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
-    # peft matches target_modules with the ends of the modules' names, in every layer.
+    # peft adapts every module whose name ends with one of target_modules, so the last part of each
+    # name suffices for all layers.
     names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
     return {
         "peft_type": "LORA",
@@ -200,7 +201,8 @@ def _reward_model_class(base: str) -> Any:
         return CLASSES[config]
     decoder: Any = MODEL_MAPPING[config]
     bases = GenericForSequenceClassification, decoder.__base__
-    # A decoder that is also a part of a multimodal model has the config class of the latter.
+    # Set config_class: if multimodal models use this decoder, too, its base class may name their
+    # config.
     return type("RewardModel", bases, {"config_class": config})
 
 

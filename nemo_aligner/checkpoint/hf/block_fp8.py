@@ -52,7 +52,10 @@ def read_block(quantization: Any) -> Block | None:
 def with_dequantized(
     tensors: Mapping[str, LazyTensor], block: Block
 ) -> tuple[dict[str, LazyTensor], int]:
-    """Replace fp8 weights and their scales by bf16 weights, and count them.
+    """Replace each fp8 weight and its scales by one lazy bf16 weight.
+
+    Returns:
+        All tensors by name, and the number of fp8 weights.
 
     Raises:
         CheckpointError: a weight has no scales, or scales of another shape.
@@ -80,7 +83,7 @@ def _read_dequantized(name: str, weight: LazyTensor, scales: LazyTensor, block: 
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Multiply each block of ``weight [rows, columns]`` by its scale, in fp32; return bf16."""
+    """Multiply each block of ``weight [rows, columns]`` by its scale; the result is fp32."""
     rows, columns = weight.shape
     by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
     return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]

@@ -240,7 +240,7 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     architecture, model_type = str(source.config["architectures"][0]), source.config["model_type"]
     if not (is_linear and has_class(architecture, model_type)):
         head = find_head(source)
-        assert head is not None  # the export has just written it
+        assert head is not None  # the export has just written a head
         model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model

@@ -318,7 +318,8 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
     """
     contract = ScoringContract.from_dict(read_json(path))
     tokenizer = load_tokenizer(path.parent)
-    # The template comes from an untrusted file, and might loop forever.
+    # Anybody may have edited the template in the folder, so make sure that it does not loop
+    # forever.
     contract.check_template_ends(tokenizer)
     for key, value, expected in (
         ("id2label", loaded.attributes, contract.attributes),
@@ -326,7 +327,8 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
     ):
         if value != expected:
             raise CheckpointError(
-                f"{path}: {key}: the folder has {shown(value)}, but the contract {shown(expected)}"
+                f"{path}: {key}: the model has {shown(value)}, but the scoring contract has "
+                f"{shown(expected)}. Use an unchanged copy of the exported folder"
             )
     return replace(loaded, contract=contract, contract_tokenizer=tokenizer)
 

@@ -401,8 +401,8 @@ def _refuse_options(source: Source, labels: list[str] | None, options: _Contract
     if not builds_contract and any(option is not None for option in options):
         reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
         raise CheckpointError(
-            f"got options for a new scoring contract, but {reason}. Leave out the options for the "
-            "template, lengths, attributes and steps"
+            f"got options for a new scoring contract, but {reason}. Leave out --template, "
+            "--seq-length, --attributes, --step-separator and --reads"
         )
 
 
@@ -533,5 +533,6 @@ def _check_exported_contract(
     ):
         if value != expected:
             raise CheckpointError(
-                f"{name}: got {shown(value)}, but {CONTRACT_NAME} has {shown(expected)}"
+                f"{name}: got {shown(value)}, but {CONTRACT_NAME} has {shown(expected)}. Use an "
+                "unchanged copy of the exported folder"
             )

@@ -539,8 +539,8 @@ def hf_config(
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
         # The readout tells programs how to compute rewards from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
-        # A program adds these to the logits to get rewards: for each attribute its mean label, plus
-        # the bias of the archive's head if the exported head has none.
+        # Constants that a program must add to the logits to get rewards. They are 0 if the exported
+        # head's bias already contains them.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
         **statistics,
     }

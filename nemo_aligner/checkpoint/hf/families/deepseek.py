@@ -108,7 +108,8 @@ def _latent_to_hf(config: Config) -> dict[str, Any]:
 
 
 # Rules of attention. RoPE's channels come last in a head of Hugging Face, and first in Megatron's;
-# pairs of neighbouring channels become channels i and i + r.
+# pairs of neighbouring channels become channels i and i + r, where r is half the number of RoPE's
+# channels.
 
 
 def _is_interleaved(config: Config) -> bool:
@@ -276,7 +277,7 @@ def _experts_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _layer(experts: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules of a layer with latent attention and experts."""
+    """Return a layer's rules: latent attention, and ``experts`` (router and experts)."""
     return base.layer_rules_with(attention=ATTENTION, mlp=experts, mlp_norm=base.EXPERTS_NORM)
 
 
@@ -368,7 +369,8 @@ def _v2_to_nemo(config: Config) -> dict[str, Any]:
     )
     if experts:
         reader.count("num_experts_per_tok")  # transformers' class has no default
-        # transformers' class ignores true, although DeepSeek's own code does not.
+        # transformers' class ignores the value true, but DeepSeek's own code does not, so the two
+        # would differ.
         reader.only("norm_topk_prob", False, None)
         experts |= {
             expert_keys.PRE_SOFTMAX: True,

@@ -51,7 +51,7 @@ def _to_nemo(
 
 
 def _to_hf(config: Config, model_type: str, epsilon: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config back; arguments as in ``_to_nemo``."""
+    """Translate a NeMo config to a ``config.json``; arguments as in ``_to_nemo``."""
     shape = ModelShape.from_config(config)
     decoder = settings.decoder_to_hf(
         config, model_type, hidden_act=_TO_HF[shape.activation], **family

@@ -168,7 +168,7 @@ def hybrid_to_nemo(config: Config, name: str, **family: Any) -> dict[str, Any]:
 
 
 def hybrid_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to the ``config.json`` of such a Qwen; ``family`` is added to it."""
+    """Invert ``hybrid_to_nemo``: build a ``config.json``, to which ``family`` is added."""
     kinds = [settings.LINEAR if linear else settings.FULL for linear in linear_layers(config)]
     return settings.decoder_to_hf(
         config,

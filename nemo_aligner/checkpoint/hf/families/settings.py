@@ -119,7 +119,7 @@ def decoder_to_hf(
 
 
 def is_tied(config: Config) -> bool:
-    """Tell if a NeMo config ties the output layer to the embedding."""
+    """Tell if the output layer of a NeMo config uses the embedding's weights."""
     return bool(config.get("share_embeddings_and_output_weights", True))
 
 

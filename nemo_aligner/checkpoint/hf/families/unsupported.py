@@ -145,7 +145,7 @@ def _describe_missing(config: Mapping[str, Any]) -> str:
 
 
 def _describe_near(model_type: str, config: Mapping[str, Any], names: Collection[str]) -> str:
-    """Name the families with a similar name and those with the same kinds of layers."""
+    """Describe, for the error, families with a similar name or the same kinds of layers."""
     near = [f"{' and '.join(has)} for {kind}" for kind, has in _shared_kinds(config, names)]
     similar = get_close_matches(model_type, names, n=3, cutoff=0.6)
     if similar:
