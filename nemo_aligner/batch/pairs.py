@@ -83,7 +83,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     pairs = [_pair_all(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
     first, second = torch.cat(pairs).sort(dim=1).values.unbind(dim=1)
-    # Put the pairs in the order of their records. Until now they are grouped by record size.
+    # Put the pairs in the order of their records; above, they are grouped by record size.
     order = (first * len(ranks) + second).argsort()
     first, second = first[order], second[order]
     are_ties = ranks[first] == ranks[second]

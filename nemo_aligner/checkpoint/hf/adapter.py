@@ -201,8 +201,8 @@ def _reward_model_class(base: str) -> Any:
         return CLASSES[config]
     decoder: Any = MODEL_MAPPING[config]
     bases = GenericForSequenceClassification, decoder.__base__
-    # Set config_class: if multimodal models use this decoder, too, its base class may name their
-    # config.
+    # If multimodal models also use this decoder, its base class has their config class, so replace
+    # it.
     return type("RewardModel", bases, {"config_class": config})
 
 

@@ -167,7 +167,7 @@ def _export(
         logits = compute_reference_logits(loaded.model, texts, layout)
     # Free the model now, so that it is not in memory together with transformers' copy.
     del loaded
-    gc.collect()  # the modules form reference cycles
+    gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
     architecture = _choose_class(archive, head, contract)
@@ -506,7 +506,7 @@ def hf_config(
     Args:
         config: settings of the model by the keys of ``model_config.yaml``.
         contract: scoring contract of the exported model.
-        architecture: name of the class.
+        architecture: name of the model's class, for the key ``architectures``.
         pad_id: id of the pad token.
         dtype: torch's name of the stored weights' dtype.
     """

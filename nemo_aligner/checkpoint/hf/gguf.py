@@ -316,7 +316,7 @@ class _Header:
             axes = self._read_number("I")
             if axes > _MAX_AXES:
                 raise self._error(f"a tensor of {axes} axes, wanted at most {_MAX_AXES}")
-            self._skip(8 * axes + 4 + 8)  # dimensions, type, offset
+            self._skip(8 * axes + 4 + 8)  # sizes of the axes, type, offset
         return architecture
 
     def _read_string(self) -> bytes:

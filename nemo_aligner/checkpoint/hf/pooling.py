@@ -136,7 +136,7 @@ def check_pooled_folder(
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
     """Split a sample into prompt and response as the program in the model card does."""
     if isinstance(text, str):
-        ids = add_special_tokens([None], contract)  # None: where the text's ids are
+        ids = add_special_tokens([None], contract)  # None marks the text's own ids
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)
         return "", "".join(pieces)
     rendered = tokenizer.apply_chat_template(text, tokenize=False)

@@ -467,9 +467,9 @@ def _merge_attributes(contract: ScoringContract) -> ScoringContract:
 def _check_step_layers(
     archive: RewardArchive, head: ExportedHead, exported: ScoringContract
 ) -> None:
-    """Raise CheckpointError for a head of two layers that does not fit Qwen2's class for steps.
+    """Raise CheckpointError if a head of two layers does not fit ``Qwen2ForProcessRewardModel``.
 
-    Other classes that read steps have one layer.
+    It is the only class that reads steps with a head of two layers.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]

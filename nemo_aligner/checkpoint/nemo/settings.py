@@ -148,7 +148,10 @@ def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
     model["rope_scaling"] = arguments.get("use_rope_scaling")
     if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
-        raise CheckpointError(f"{location}: args: quick_geglu and openai_gelu are not supported")
+        raise CheckpointError(
+            f"{location}: args: quick_geglu or openai_gelu is set, an activation that is not "
+            "supported"
+        )
     return from_transformer_config(model, f"{location}: args")
 
 

@@ -117,14 +117,14 @@ def _is_interleaved(config: Config) -> bool:
 
 
 def _to_halves(rows: Tensor, config: Config) -> Tensor:
-    """Reorder RoPE's rows, axis -2: rows ``2 i`` and ``2 i + 1`` become ``i`` and ``i + r``."""
+    """Reorder RoPE's rows, axis -2: pairs of neighbours become two halves, ``i`` and ``i + r``."""
     if not _is_interleaved(config):
         return rows
     return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
 
 
 def _to_pairs(rows: Tensor, config: Config) -> Tensor:
-    """Invert ``_to_halves``."""
+    """Invert ``_to_halves``, for an export."""
     if not _is_interleaved(config):
         return rows
     return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
@@ -139,7 +139,7 @@ def _queries_to_megatron(rows: Tensor, config: Config) -> Tensor:
 
 
 def _queries_to_hf(by_head: Tensor, config: Config) -> Tensor:
-    """Invert ``_queries_to_megatron``."""
+    """Invert ``_queries_to_megatron``, for an export."""
     latent = _latent_of(config)
     rotated, plain = by_head.split([latent.qk_rope_head_dim, latent.qk_nope_head_dim], dim=1)
     return torch.cat([plain, _to_pairs(rotated, config)], dim=1).flatten(0, 1)
@@ -152,7 +152,7 @@ def _keys_to_megatron(rows: Tensor, config: Config) -> Tensor:
 
 
 def _keys_to_hf(rows: Tensor, config: Config) -> Tensor:
-    """Invert ``_keys_to_megatron``."""
+    """Invert ``_keys_to_megatron``, for an export."""
     latent, rotated = rows.tensor_split([_latent_of(config).kv_lora_rank])
     return torch.cat([latent, _to_pairs(rotated, config)])
 

@@ -52,8 +52,8 @@ GEMMA = ModelFamily(
 )
 
 
-# Gemma 2: Gemma with windows in every second layer, soft-capped attention scores, and norms of each
-# block's output.
+# Gemma 2: Gemma with windows in every second layer, soft-capped attention scores, and norms on the
+# outputs of attention and MLP.
 
 
 def _gemma2_to_nemo(config: Config) -> dict[str, Any]:

@@ -91,6 +91,6 @@ ERNIE4_5 = ModelFamily(
     to_nemo=_ernie_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="ernie4_5", use_bias=False),
     layer=HELIUM.layer,
-    # llama.cpp, too, rotates neighbouring channels for this architecture.
+    # llama.cpp also rotates neighbouring channels for this architecture, so no rows are reordered.
     gguf=GgufFormat("ernie4_5"),
 )

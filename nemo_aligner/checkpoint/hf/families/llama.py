@@ -231,7 +231,8 @@ SMOLLM3 = ModelFamily(
 
 def _granite_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
-    # logits_scaling is not read, because it scales the logits of tokens only.
+    # logits_scaling is not read: it scales the logits of tokens, which a reward model does not
+    # compute.
     return settings.decoder_to_nemo(
         config,
         embedding_multiplier=reader.number("embedding_multiplier", 1.0),

@@ -186,8 +186,9 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
 
     Args:
         names: Hugging Face names of the tensors that the Megatron tensor holds.
-        widths: function of the NeMo config that returns a tuple for each Hugging Face tensor: how
-            many rows each of the parts that the tensor concatenates has for one key head.
+        widths: function of the NeMo config. For each Hugging Face tensor it returns a tuple: the
+            number of rows per key head in each part that the tensor concatenates, such as q, k and
+            v.
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
@@ -223,7 +224,7 @@ def _projection_widths(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 def _fused_widths(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of one key head in two fused projections, one with all vectors."""
+    """Return the rows of one key head in the projections ``in_proj_qkvz`` and ``in_proj_ba``."""
     *vectors, strengths, decays = (sum(sizes) for sizes in _projection_widths(config))
     return (sum(vectors),), (strengths + decays,)
 

@@ -16,7 +16,7 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 # those of another family write it.
 NAME_KEY = "hf_model_type"
 
-# Settings that all families have.
+# Translation of the settings that all families have.
 
 
 _ONLY = (
@@ -94,9 +94,9 @@ def decoder_to_hf(
     """Translate a NeMo config to the decoder's part of a ``config.json``.
 
     Args:
-        of_shape: additional keys of this family; each takes its value from the named field of
-            ``ModelShape``.
-        family: settings of this family, which override the others.
+        of_shape: additional keys of this family's ``config.json``, each with the name of the field
+            of ``ModelShape`` that has its value.
+        family: further keys of ``config.json`` with their values, which override the others.
     """
     shape = ModelShape.from_config(config)
     return {

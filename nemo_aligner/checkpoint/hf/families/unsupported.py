@@ -121,7 +121,7 @@ def unsupported_model(
     """Build the one-line error for a model of no supported family.
 
     Args:
-        model_type: value of the key in ``config``.
+        model_type: ``model_type`` in ``config``, of any type.
         config: the model's ``config.json``.
         names: names of the supported families.
     """
