@@ -337,7 +337,7 @@ def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) 
 
 
 def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a sample as the program in the model card does, and return the token ids."""
+    """Tokenize a sample as the Python program in the exported model card does; return token ids."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -364,7 +364,7 @@ def add_special_tokens(
 def _transformers_steps(
     tokenizer: Any, contract: ScoringContract, checked: CheckedText
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return token ids and reading positions as the program in the model card computes them.
+    """Return token ids and reading positions as the exported model card's program computes them.
 
     The sample is tokenized in pieces. Each piece ends with the token at which the head reads a
     step.

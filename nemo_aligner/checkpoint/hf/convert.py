@@ -306,7 +306,7 @@ def _plan_tensors(
 
     Args:
         rules: rules of the decoder, each with its layer (None outside the layers).
-        config: NeMo config without added query groups of zeros.
+        config: NeMo config, in which added query groups of zeros do not count.
         stored: lazy Hugging Face tensors by name.
         dtype: dtype of the result; None keeps the stored one.
         zero_groups: number of query groups of zeros to add.

@@ -134,7 +134,7 @@ def check_pooled_folder(
 
 
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
-    """Split a sample into prompt and response as the program in the model card does."""
+    """Split a sample into prompt and response as the program in the exported model card does."""
     if isinstance(text, str):
         ids = add_special_tokens([None], contract)  # None marks the text's own ids
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)

@@ -469,7 +469,7 @@ def _check_step_layers(
 ) -> None:
     """Raise CheckpointError if a head of two layers does not fit ``Qwen2ForProcessRewardModel``.
 
-    It is the only class that reads steps with a head of two layers.
+    vLLM's other classes that read steps have a head of one layer.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]

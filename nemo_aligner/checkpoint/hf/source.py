@@ -446,7 +446,7 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
     """Return the shape of every Hugging Face tensor by its name.
 
     Args:
-        config: settings of the model, without added query groups of zeros.
+        config: NeMo config of the model, in which added query groups of zeros do not count.
     """
     decoder = ModelShape.from_config(config)
     outside, kinds = model_tensors(decoder), dict[ModelShape, Shapes]()

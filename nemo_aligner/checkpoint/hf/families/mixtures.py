@@ -86,7 +86,7 @@ def expert_layers_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def expert_layers_to_hf(config: Config) -> dict[str, Any]:
-    """Translate the layers with experts of a NeMo config to Qwen's settings."""
+    """Invert ``expert_layers_to_nemo``: build ``decoder_sparse_step`` and ``mlp_only_layers``."""
     marks = ModelShape.from_config(config).moe_layer_freq or ()
     dense = [layer for layer, mark in enumerate(marks) if not mark]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
