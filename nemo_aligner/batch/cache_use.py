@@ -1,6 +1,7 @@
 """How a pack uses a server's pool of keys, values and states, which earlier packs stored.
 
-``CachedPrefix`` and ``Stored`` say it of one sequence, ``CacheUse`` and ``StateUse`` of a pack.
+``CachedPrefix`` and ``Stored`` describe what one sequence reads and stores; ``CacheUse`` and
+``StateUse`` what a whole pack does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class CachedPrefix:
     """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's pool.
 
     All sequences that begin with this prefix refer to the same object, so that a pack recognizes
-    them by identity. ``state`` is the slot with the states of linear attention behind the prefix;
-    None for a model without linear attention.
+    them by identity. ``state`` is the slot with linear attention's recurrent states after the
+    prefix's last token; None for a model without linear attention.
     """
 
     slots: Tensor
@@ -26,13 +27,13 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class Stored:
-    """What to store of a sequence: keys and values of n tokens, and states of linear attention.
+    """What a pack stores of one sequence: keys and values of n tokens, states of linear attention.
 
     Attributes:
         start: position of the first of the n tokens, which are adjacent.
         slots: ``[n]`` int64 slots of the pool for their keys and values.
-        states: pairs ``(tokens, slot)``: the states behind the sequence's first ``tokens`` tokens,
-            a multiple of 64, are stored in ``slot``.
+        states: pairs ``(tokens, slot)``: the states after the sequence's first ``tokens`` tokens, a
+            multiple of 64, are stored in ``slot``.
     """
 
     start: int
@@ -43,12 +44,14 @@ class Stored:
 class StateUse(NamedTuple):
     """States of linear attention that a pack reads from a pool, and those that it stores there.
 
-    A state is behind a whole number of chunks of 64 tokens of its sequence.
+    A state sums up the first tokens of its sequence; their number is a multiple of 64, the chunk
+    size.
 
     Attributes:
-        taken: slot of the state behind each of the pack's P cached segments.
-        stored: indices, in the pack, of the tokens behind which the states to store are.
-        slots: slots to store them in, none of which is in ``taken``.
+        taken: slots of the states after the pack's P cached segments (prefixes that are not
+            computed again).
+        stored: indices in the pack of the last tokens that the stored states sum up.
+        slots: slots in which the states are stored, none of which is in ``taken``.
     """
 
     taken: tuple[int, ...] = ()
@@ -64,11 +67,13 @@ class CacheUse:
     """Keys, values and states that a pack reads from a pool, and those that it stores there.
 
     Attributes:
-        lengths: number of tokens of each of the pack's P cached segments, C in all.
+        lengths: number of tokens of each of the pack's P cached segments (prefixes that are not
+            computed again); their sum is C.
         taken: ``[C]`` int64 slots to read, segment by segment.
         stored: ``[M]`` int64 indices, in the pack, of the tokens whose keys and values to store.
-        slots: ``[M]`` int64 slots to store them in, which are not in ``taken``.
-        states: the same of states, in a model with linear attention. They stay on the host.
+        slots: ``[M]`` int64 slots in which these are stored, none of which is in ``taken``.
+        states: the states of linear attention that the pack reads and stores; empty for a model
+            without linear attention.
     """
 
     lengths: tuple[int, ...]
@@ -78,5 +83,5 @@ class CacheUse:
     states: StateUse = field(default=NO_STATES, kw_only=True)
 
     def tensors(self) -> list[Tensor]:
-        """List the tensors: ``taken``, ``stored`` and ``slots``."""
+        """List ``taken``, ``stored`` and ``slots``, the tensors that are copied to the device."""
         return [self.taken, self.stored, self.slots]

@@ -30,7 +30,7 @@ class ContextShare:
             ranks' ``rows``, in rank order.
         reads: ``[r]`` int64, the tokens that the head reads and this rank computes, as indices into
             all tokens that the head reads.
-        read_rows: ``[r]`` int64, positions of these tokens in ``rows``.
+        read_rows: ``[r]`` int64, positions in ``rows`` of the tokens that ``reads`` names.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class ContextShare:
         return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
-        """Copy with the tensors on ``device``; ``chunks``, Python numbers, stay on the host."""
+        """Return a copy whose tensors are on ``device``; ``chunks`` are Python numbers."""
         rows, gathered, reads, read_rows = (
             to_device(index, device)
             for index in (self.rows, self.gathered, self.reads, self.read_rows)
@@ -95,8 +95,8 @@ class ContextShare:
 def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
     """Find which of the positions ``gathered [M]`` belong to ``rank``.
 
-    The positions are in rank order: rank r has those from ``r * size_per_rank`` up to the next
-    multiple.
+    Rank r has the positions from ``r * size_per_rank`` up to, but not including, ``(r + 1) *
+    size_per_rank``.
 
     Returns:
         For the m positions of the rank: their indices in ``gathered``, and their positions among
@@ -116,7 +116,8 @@ def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int,
     for start, end in pairwise(bounds):
         cuts = [start + (end - start) * number // (2 * ranks) for number in range(2 * ranks + 1)]
         first, last = cuts[rank : rank + 2], cuts[-rank - 2 :][:2]
-        # The two chunks of the last rank are adjacent, so join them.
+        # Chunks r from the beginning and from the end meet in the middle if r is the last rank:
+        # join them.
         pairs = [(first[0], last[1])] if rank == ranks - 1 else [first, last]
         chunks += [(begin, stop) for begin, stop in pairs if begin < stop]
     return chunks

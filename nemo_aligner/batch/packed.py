@@ -29,7 +29,7 @@ class LabelColumns:
 
     Attributes:
         names: C names.
-        values: ``[L, C]`` float32 as in the data, NaN where a label is missing.
+        values: ``[L, C]`` float32 labels as they are in the data, NaN where a label is missing.
         means: for each column, the number that ``targets`` subtracts; None if the column is not
             centred.
     """
@@ -64,7 +64,7 @@ class LabelColumns:
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List what ``targets`` subtracts from each column in ``names``; 0 if it is not centred."""
+        """List what ``targets`` subtracts from each of ``names``: its mean, or 0 if not centred."""
         means = dict(zip(self.names, self.means, strict=True))
         return [means.get(name) or 0.0 for name in names]
 
@@ -77,8 +77,8 @@ class LabelColumns:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
-        # Centre column by column: an index tensor or a tensor of means would first have to be
-        # copied to the device, which waits for the GPU.
+        # Centre column by column, with Python numbers: a tensor of indices or of means would have
+        # to be copied to the GPU, and the copy waits for the GPU.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
@@ -88,7 +88,7 @@ class LabelColumns:
 
 
 def count_label_rows(sample_bounds: Tensor, reward_bounds: Tensor) -> Tensor:
-    """Count the rows of labels of each record, ``[R]`` int64 (see ``Records.labels``)."""
+    """Count each record's rows in ``Records.labels``: ``[R]`` int64."""
     samples, rewards = sample_bounds.diff(), reward_bounds[sample_bounds].diff()
     return torch.where(samples == 1, rewards, 1)
 
@@ -170,8 +170,8 @@ class Records:
     @cached_property
     def label_bounds(self) -> Tensor:
         """Index of each record's first row of labels, then L: ``[R + 1]`` int64."""
-        # Cached, because each training step selects a few records, but the bounds need a pass over
-        # all records of the data set, maybe millions.
+        # Compute the bounds only once: every training step needs them, and they are sums over all
+        # records of the data set, maybe millions.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class Records:
         return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
-        """Return ``rewards [S, ...]`` unchanged, after checking that no record is a comparison.
+        """Check that no record is a comparison, and return ``rewards [S, ...]`` unchanged.
 
         Losses on ratings call this, because they need a row of labels for each reward.
 
@@ -222,10 +222,11 @@ def _as_bounds(counts: Tensor) -> Tensor:
 
 
 def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items of groups ``parts [p]``; group n has ``bounds[n]`` to ``bounds[n + 1] - 1``.
+    """Find the items of the p groups ``parts``, if group n has those from ``bounds[n]`` on.
 
     Returns:
-        Number of items of each group, ``[p]`` int64, and their indices, ``[i]`` int64, in order.
+        The number of items of each group, ``[p]`` int64, and all their indices, group after group,
+        ``[i]`` int64.
     """
     starts = bounds[parts]
     counts = bounds[parts + 1] - starts
@@ -237,8 +238,8 @@ def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
 class Group:
     """``size`` adjacent sequences of a pack, which share their first ``prefix`` tokens.
 
-    If ``cached`` is given, its tokens are the first ones of the prefix, and the pack does not
-    compute them again.
+    ``cached`` is the beginning of the prefix whose keys and values are in a server's cache, so that
+    the pack does not compute them; None if there is none.
     """
 
     size: int
@@ -281,9 +282,9 @@ class _Segments:
         segment, num_cached = -1, 0
         if group.cached is not None:
             segment, num_cached = self._numbers[group.cached], len(group.cached.slots)
-        # The pack has the tokens of the prefix once, and the later tokens for each sequence. A
-        # position in a sequence plus ``shared_offset`` (in the prefix) or ``offset`` (after it) is
-        # the index of its token in the pack.
+        # The pack has the prefix's tokens once, then each sequence's remaining tokens. So a token's
+        # index in the pack is its position in the sequence plus ``shared_offset`` if it is in the
+        # prefix, else plus ``offset``.
         shared_offset = self.num_tokens - num_cached
         if group.prefix > num_cached:
             self._add(sequences[0], num_cached, group.prefix, segment)
@@ -343,7 +344,7 @@ class ReplyRows:
             with a shared prefix may share a token.
         lengths: number of tokens in ``index`` of each of the S replies; they add up to M.
         group_lengths: number of tokens in each reply over all ranks of a context parallel group, if
-            this rank has only parts of the replies; else None.
+            this rank has only some of the replies' tokens; None without a context parallel group.
         places: ``[M]`` int64 positions of this rank's tokens among those of all ranks; None without
             a context parallel group.
     """
@@ -358,7 +359,7 @@ class ReplyRows:
         return replace(self, index=to_device(self.index, device), places=places)
 
     def shared(self, share: ContextShare) -> ReplyRows:
-        """Keep the tokens that the rank of ``share`` computes, with their indices on that rank."""
+        """Keep the tokens that the rank of ``share`` computes, by their indices there."""
         local, rows = share.own(self.index)
         replies = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
         lengths = replies[local].bincount(minlength=len(self.lengths)).tolist()
@@ -403,11 +404,14 @@ class PackedBatch:
         rows: ``[S]`` int64 positions of the pack's rewards among all rewards of the step, data set
             or request that the pack is a part of.
         records: the records whose samples the pack has.
-        cached: use of a server's key-value cache; None uses none.
+        cached: what the pack reads from a server's key-value cache, and stores there; None without
+            a cache.
         replies: tokens over which the head averages; None if it reads ``scored_tokens``.
-        share: the tokens that this rank of a context parallel group computes; None computes all.
-        filled: number of tokens in filler segments, which are the last ones.
-        sizes: sizes that attention is padded to; None does not pad.
+        share: the tokens that this rank of a context parallel group computes; None if it computes
+            all.
+        filled: number of tokens in filler segments, the last segments, which only bring T to a
+            wanted size.
+        sizes: sizes to which attention pads the pack; None if it does not pad.
     """
 
     tokens: Tensor
@@ -439,8 +443,8 @@ class PackedBatch:
             records: the records of the sequences; by default each sequence is a record.
             rows: ``[S]`` positions of the rewards in the whole step or request; default 0 to S - 1.
             groups: adjacent sequences with a shared prefix; by default no two share one.
-            stored: for each sequence, the tokens whose keys and values to store, none of which may
-                be cached already; or None.
+            stored: for each sequence, what to store of it in a server's cache (nothing that is
+                already cached); None stores nothing.
             reads: for each sequence, positions of the tokens that the head reads, none of which is
                 cached; by default its last token.
 

@@ -20,8 +20,8 @@ class PairRows:
     Attributes:
         better, worse: ``[P]`` int64 indices of the samples, or slices.
         records: ``[P]`` int64 index of each pair's record, or a slice.
-        shares: ``[P]`` float32, weight of each pair; those of a record's pairs add up to 1;
-            None if the indices are slices, because all weights are 1.
+        shares: ``[P]`` float32, weight of each pair. The weights of a record's pairs add up to 1.
+            None if every record has one pair, so that all weights are 1.
         are_ties: ``[P]`` bool, True if neither sample is better; if None, no pair is tied.
         num_records: number of records with at least one pair.
     """
@@ -57,7 +57,7 @@ class PairRows:
         """
         if self.shares is not None:
             losses = losses * to_device(self.shares, losses.device)
-        # Create the count on the device, because copying it from the host would synchronise.
+        # Create the count on the device: a copy from the host would make the host wait for the GPU.
         count = torch.full((), self.num_records, dtype=torch.int64, device=losses.device)
         return losses.sum(), count
 
@@ -83,7 +83,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     pairs = [_pair_all(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
     first, second = torch.cat(pairs).sort(dim=1).values.unbind(dim=1)
-    # Put the pairs in the order of their records. Until now they are grouped by record size.
+    # Put the pairs in the order of their records; above, they are grouped by record size.
     order = (first * len(ranks) + second).argsort()
     first, second = first[order], second[order]
     are_ties = ranks[first] == ranks[second]

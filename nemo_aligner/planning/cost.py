@@ -168,7 +168,7 @@ def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """Return the widths of a hidden state (h), the MLP (f), all queries (q) and all keys (kv)."""
+    """Return the channels of a hidden state (h), the MLP (f), all queries (q) and all keys (kv)."""
     return (
         shape.hidden_size,
         shape.ffn_hidden_size,
@@ -178,9 +178,9 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def mixer_widths(shape: ModelShape) -> tuple[int, int]:
-    """Return the output width of attention's QKV projection and the input width of its output one.
+    """Return the widths of attention's QKV projection (outputs) and output projection (inputs).
 
-    The result for linear attention are the widths of its two projections.
+    For linear attention, these are the widths of its input projection and of its output projection.
 
     Args:
         shape: ``ModelShape.of_layer`` of a layer with attention of any kind.
@@ -212,7 +212,7 @@ def has_backward(plan: Plan, stage: int, layer: int) -> bool:
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
     """Return True if a layer is fully recomputed.
 
-    It then keeps only its input, and its backward pass begins with another forward pass.
+    Such a layer keeps only its input, and its backward pass begins with another forward pass.
     """
     if plan.recompute is not Recompute.full:
         return False
@@ -258,7 +258,7 @@ def _experts_of_layer(shape: ModelShape) -> int:
 
 
 def _output_biases(shape: ModelShape) -> int:
-    """Count the biases of the outputs of a layer's experts, which TP does not split."""
+    """Count the biases of the experts' second projections in a layer, which TP does not split."""
     return 0 if shape.experts is None else shape.experts.output_biases(shape.hidden_size)
 
 
@@ -503,10 +503,12 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
-    # The first stage also reduces the embedding's output: tensor parallelism splits its rows.
+    # Tensor parallelism splits the embedding's rows, so the first stage also all-reduces its
+    # output.
     reductions = 1.0 if stage == 0 else 0.0
     for layer in stage_layers(shape, plan, stage):
-        # In the last layer, the MLP computes only the tokens that the head reads: too few to count.
+        # In the last layer, the MLP computes only the tokens that the head reads, so few that its
+        # all-reduce is not counted.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
@@ -540,10 +542,10 @@ def _reduced_elements_of_stage(shape: ModelShape, plan: Plan, stage: int) -> flo
 
 
 def _latent_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Count the bytes that a rank of a stage sends of the latents of latent attention for a pack.
+    """Count the bytes of latents (of latent attention) that a rank of a stage sends for a pack.
 
-    Tensor parallelism all-gathers them in each forward pass, and all-reduces their gradients, which
-    sends twice as much.
+    Tensor parallelism all-gathers the latents in each forward pass, and all-reduces their
+    gradients. The all-reduce sends twice as many bytes.
     """
     latent = shape.latent_attention
     if latent is None:

@@ -198,7 +198,8 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     split = plan.tp if plan.sequence_parallel else 1
-    # With a parallel residual both norms keep the same stream.
+    # If attention and MLP read the same input (a parallel residual), both norms keep the same
+    # tensor.
     streams = min(norms, 1) if shape.parallel_residual else norms
     states = ((streams + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
@@ -228,14 +229,16 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
     if is_selective:
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
     if shape.latent_attention is not None:
-        # The up projections have no adapters, so they keep no inputs with LoRA.
+        # LoRA trains no adapters of the up projections, so with LoRA they keep no inputs.
         trains_up = keeps_input(shape, plan, layer, "linear_kv_up_proj")
         return _kept_of_latents(shape, plan, is_output_kept, trains_up)
     if shape.attention_output_gate:
         inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
-    # Norms after RoPE are a part of the attention that selective recomputation computes again.
+    # Selective recomputation repeats norms of queries and keys that come after RoPE, so they keep
+    # nothing.
     if shape.qk_layernorm and not (is_selective and shape.qk_norm_after_rope):
-        # With selective recomputation, ``_projection_width`` includes the unsplit projection.
+        # Eager norms keep the unsplit projection as their input. With selective recomputation,
+        # ``_projection_width`` has counted it already.
         keeps_once = is_selective or plan.fused_kernels or shape.qk_norm_after_rope
         inner += q + kv if keeps_once else 2 * q + 2 * kv
         per_head = shape.num_attention_heads + shape.num_query_groups
@@ -246,12 +249,13 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
 def _kept_of_latents(
     shape: ModelShape, plan: Plan, is_output_kept: bool, is_trained: bool
 ) -> tuple[float, float]:
-    """Count what ``_kept_of_mixer`` returns for latent attention.
+    """Count the elements of latent attention that ``_kept_of_mixer`` returns.
 
-    Every rank keeps the latents, and their norms' outputs, of which the results are divided by t
-    later. Values and the output have as many channels as keys; the output projection reads a copy
-    of the output without the padding. Selective recomputation keeps only the input projection's
-    outputs, and that copy.
+    Values are padded to as many channels as keys have, and so is attention's output; the output
+    projection reads a copy of the output without the padding. Selective recomputation keeps only
+    this copy and the outputs of the input projections. Every tensor parallel rank keeps the
+    complete latents and the outputs of their norms. They are counted t times here, because the
+    caller divides the result by t.
     """
     latent = shape.latent_attention
     assert latent is not None
@@ -364,8 +368,8 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     moments, freed = [0.0], 0.0
     frozen = stage_layers(shape, plan, stage)[: -len(trained) or None]
     if frozen:
-        # In a frozen layer, no activations of this pack are kept yet. Three tensors of the MLP's
-        # width and five hidden states exist at the same time.
+        # The forward pass of frozen layers runs before any activations of this pack are kept. At
+        # its peak, three tensors of the MLP's width and five hidden states exist.
         states = 5 * _state(shape, plan)
         width = max(shape.of_layer(layer + 1).active_mlp_width for layer in frozen)
         moments.append(tokens * (states + 3 * width * size / plan.tp) - kept_bytes)
@@ -394,13 +398,13 @@ def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     The gated delta rule is recomputed in fp32 for the whole pack. It has these tensors:
 
-    - the projections, before and after the convolution, and gradients of the former
+    - the projections, before and after the convolution, and gradients of those before it
     - ``[64, 64]`` matrices of each chunk of tokens: five for a value head, two for a key head
     - keys and values in several forms
     - two states of each chunk
 
-    The activations of the layer's MLP are freed by then, so they are subtracted. The numbers were
-    fitted to measured steps, within 1.5%.
+    The activations of the layer's MLP are already freed, so they are subtracted. The numbers of
+    tensors were fitted to measured training steps, within 1.5%.
     """
     of_layer = shape.of_layer(layer + 1)
     linear = of_layer.linear_attention
@@ -465,7 +469,7 @@ def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
     - with expert parallelism, the outputs of the experts are sorted to be sent back
     - the outputs of a token's experts are summed in fp32, and get gradients
     - the backward pass of the second projection, when the outputs are freed
-    - the backward pass of the gate, which allocates more for gpt-oss' activation
+    - the backward pass of the gate; gpt-oss' activation function allocates more than others
     - the backward pass of the first projection
     """
     assert shape.experts is not None

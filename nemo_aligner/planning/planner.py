@@ -381,7 +381,7 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
 
 
 def _describe_snapshots(shape: ModelShape, precision: Precision) -> str:
-    """Describe the memory of a server's cached states; empty for a model without them."""
+    """Describe what a server's cached states cost; "" for a model without linear attention."""
     size = shape.snapshot_bytes(ELEMENT_BYTES[precision])
     if not size:
         return ""
@@ -538,7 +538,7 @@ def _least_fitting(planner: Planner) -> Plan | None:
 
 
 def _describe_gpus(plan: Plan) -> str:
-    """Describe a plan by its number of GPUs, its layout and its settings for offloading."""
+    """Describe a plan in a phrase for an error: number of GPUs, layout, settings for offloading."""
     settings = _offload_settings(plan)
     gpus = f"{plan.num_ranks} GPU{'s' * (plan.num_ranks > 1)}, as {plan}"
     return f"{gpus} with {' and '.join(settings)}" if settings else gpus

@@ -184,8 +184,8 @@ def pack_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> fl
 def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the bytes that the pointwise kernels on a rank of a stage read and write for one pack.
 
-    After its attention, the model's last layer computes only the tokens that the head reads: too
-    few to count.
+    The MLP of the model's last layer computes only the few tokens that the head reads, and is not
+    counted.
     """
     h, _, q, _ = widths(shape)
     split = plan.tp if plan.sequence_parallel else 1
@@ -213,7 +213,7 @@ def _update_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) ->
     """Estimate the seconds of the optimizer's step on a rank.
 
     The step reads all gradients, and updates the rank's shard of the state. The result is 0 if
-    ``machine.efficiency`` is set, because that covers the whole step.
+    ``machine.efficiency`` is set, because a user who sets it means the whole step.
     """
     if machine.efficiency is not None:
         return 0.0

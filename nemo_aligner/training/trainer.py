@@ -42,8 +42,7 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import TrainingError
 
 _LEAK_TIP = (
-    "tip: to rule out a leak, evaluate the finished model with swapped=true; "
-    "accuracy must become 1 - accuracy."
+    "tip: to rule out a leak, evaluate with swapped=true; accuracy must become 1 - accuracy."
 )
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 

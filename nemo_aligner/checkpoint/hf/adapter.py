@@ -65,13 +65,13 @@ def export_adapter(
 ) -> str:
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
-    One process calls it. If the base is a folder, the adapter is loaded onto it, and must compute
-    the archive's rewards within 1e-4. Otherwise ``output`` is not created.
+    Only one process may call this. If ``base`` is a folder, the adapter is loaded onto that model
+    and must compute the archive's rewards within 1e-4; if it does not, ``output`` is not created.
 
     Args:
         base: the base model that peft shall load: a folder, or a name on the hub.
-        options: weights keep their dtype and the head its form, whatever the options say, because
-            peft supports no other form.
+        options: options of the export. ``dtype`` and ``head`` have no effect: an adapter's weights
+            keep their dtype, and peft supports only one form of the head.
 
     Returns:
         Lines to print.
@@ -167,7 +167,8 @@ def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
 
 
 def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
-    # peft matches target_modules with the ends of the modules' names, in every layer.
+    # peft adapts every module whose name ends with one of target_modules, so the last part of each
+    # name suffices for all layers.
     names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
     return {
         "peft_type": "LORA",
@@ -200,7 +201,8 @@ def _reward_model_class(base: str) -> Any:
         return CLASSES[config]
     decoder: Any = MODEL_MAPPING[config]
     bases = GenericForSequenceClassification, decoder.__base__
-    # A decoder that is also a part of a multimodal model has the config class of the latter.
+    # If multimodal models also use this decoder, its base class has their config class, so replace
+    # it.
     return type("RewardModel", bases, {"config_class": config})
 
 

@@ -19,7 +19,8 @@ from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 METHOD = "fp8"
-# The dtype of the weights in safetensors files, in addition to those of all checkpoints.
+# torch's dtype by its name in safetensors files. ``source.py`` accepts it in addition to the dtypes
+# of unquantized checkpoints.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 _SCALES = "_scale_inv"
 
@@ -28,10 +29,11 @@ Block = tuple[int, int]
 
 
 def read_block(quantization: Any) -> Block | None:
-    """Read ``quantization_config``; None unless it says fp8 with a scale for each block.
+    """Return the rows and columns of a block from ``quantization_config``; None if it is not fp8.
 
     Raises:
-        CheckpointError: the config says fp8, but not with blocks of E4M3 elements.
+        CheckpointError: the method is fp8, but there is no size of a block, or the elements are not
+            E4M3.
     """
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
@@ -41,8 +43,8 @@ def read_block(quantization: Any) -> Block | None:
     if len(sizes) != 2 or not are_counts or kind != "e4m3":
         raise CheckpointError(
             f"quantization_config: got fp8 with weight_block_size={shown(block)} and "
-            f"fmt={shown(kind)}, wanted the rows and columns of a block, and e4m3. Use the "
-            "checkpoint in bf16"
+            f"fmt={shown(kind)}; only two positive numbers (rows and columns of a block) and "
+            "e4m3 are supported. Use a copy of the model in bf16"
         )
     return sizes[0], sizes[1]
 
@@ -50,7 +52,10 @@ def read_block(quantization: Any) -> Block | None:
 def with_dequantized(
     tensors: Mapping[str, LazyTensor], block: Block
 ) -> tuple[dict[str, LazyTensor], int]:
-    """Replace fp8 weights and their scales by bf16 weights, and count them.
+    """Replace each fp8 weight and its scales by one lazy bf16 weight.
+
+    Returns:
+        All tensors by name, and the number of fp8 weights.
 
     Raises:
         CheckpointError: a weight has no scales, or scales of another shape.
@@ -78,7 +83,7 @@ def _read_dequantized(name: str, weight: LazyTensor, scales: LazyTensor, block: 
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Multiply ``weight [rows, columns]`` in fp32 by the scale ``[i, j]`` of each block."""
+    """Multiply each block of ``weight [rows, columns]`` by its scale; the result is fp32."""
     rows, columns = weight.shape
     by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
     return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]

@@ -73,7 +73,7 @@ def model_card(
 def _describe_training(archive: Path) -> Iterator[str]:
     """Yield Markdown lines on how the archive was trained: data, base model and metrics.
 
-    The lines come from the run's checkpoints in the archive's folder.
+    The lines come from the training run's checkpoints, if they are still in the archive's folder.
     """
     states = [
         json.loads(path.read_text(encoding="utf-8"))

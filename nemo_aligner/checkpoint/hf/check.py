@@ -5,7 +5,8 @@ are tokenized and scored with transformers and with this package, and token ids,
 and logits are compared. The transformers side follows the program in the exported model card: it
 uses only transformers' tokenizer, chat template and model.
 
-The last part of this module runs models that do not fit into memory, one layer or module at a time.
+The last functions of this module run models that do not fit into memory, by loading one layer at a
+time, or casting one module at a time to fp32.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class CheckedText:
         token_ids: token ids of the whole sample.
         scored: the token ids to score: the last ones of ``token_ids``, few enough for a quick
             check. For a sample with steps, all of them.
-        reads: positions in ``scored`` at which the head is read: one for each step; without steps,
-            only the last position.
+        reads: positions in ``scored`` whose hidden states the head reads: the end of each step or,
+            without steps, only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
     """
 
@@ -104,16 +105,17 @@ class CheckedText:
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
     """Tokenize the built-in samples with the contract, and skip those that it rejects.
 
-    For a contract that reads steps, the samples are responses made of steps.
+    If the contract scores each step of a response, the samples are responses of several steps.
 
     Raises:
-        CheckpointError: the contract accepts none of the samples.
+        CheckpointError: the contract rejects all samples.
     """
     encode = _encode_steps if contract.has_steps else _encode_samples
     texts = list(encode(contract, tokenizer))
     if not texts:
         raise CheckpointError(
-            "the scoring contract accepts none of the samples with which an export is checked"
+            "the export cannot be checked: the model's scoring contract rejects all built-in "
+            "samples with which an export is compared with its archive"
         )
     return texts
 
@@ -126,7 +128,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
             continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
-            continue  # the marker before the response may have been cut off
+            continue  # the text before the response may be cut off
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 
@@ -144,7 +146,7 @@ def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[C
 
 
 def _write_steps(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
-    """Write the steps as a conversation and, if the contract allows, as a raw text.
+    """Write the steps as the response of a conversation and, if the contract allows, as a raw text.
 
     The result is empty if the step separator occurs within a step.
     """
@@ -167,8 +169,8 @@ def compute_reference_logits(
     """Compute the head's outputs for all samples with this package.
 
     Returns:
-        float32 ``[S, A]``, a row for each sample, or for each step. The contract's label means are
-        not added.
+        float32 ``[S, A]``: one row for each sample (or for each step, if steps are scored), one
+        column for each output. They are raw logits, without the contract's label means.
     """
     token_lists = [text.scored for text in texts]
     reads = SequenceReads.number([text.reads for text in texts]) if texts[0].steps else None
@@ -213,7 +215,10 @@ def _load_exported(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(f"transformers cannot load the exported files: {error}") from error
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
-        raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
+        raise CheckpointError(
+            f"pad token: transformers reads the id {tokenizer.pad_token_id} from the exported "
+            f"tokenizer, but config.json has {pad_id}"
+        )
     return tokenizer, model
 
 
@@ -235,12 +240,12 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     architecture, model_type = str(source.config["architectures"][0]), source.config["model_type"]
     if not (is_linear and has_class(architecture, model_type)):
         head = find_head(source)
-        assert head is not None  # the export has just written it
+        assert head is not None  # the export has just written a head
         model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
-    # Load the model in the files' dtype, because transformers then maps the files instead of
-    # copying them.
+    # Load the weights in the files' dtype: transformers then maps the files into memory, and copies
+    # nothing. compute_in_fp32 casts each module when it runs.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -248,11 +253,13 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     differing = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if differing:
         raise CheckpointError(
-            "the exported tensors are not those that transformers expects; they differ in "
+            "transformers' class has other tensors than the exported files; missing, unknown or of "
+            "another shape: "
             f"{', '.join(map(str, differing))}"
         )
     model = model.to(current_device()).eval()
-    # The files have the head in fp32, but transformers has cast it to the decoder's dtype.
+    # transformers has cast the head to the decoder's dtype, so read it again from the files, which
+    # have it in fp32.
     model.score.weight.data = source.tensors[HF_HEAD].read().to(model.device)
     if has_bias:
         model.score.bias.data = source.tensors[SCORE_WITH_BIAS].read().to(model.device)
@@ -330,7 +337,7 @@ def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) 
 
 
 def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a sample as the program in the model card does, and return the token ids."""
+    """Tokenize a sample as the Python program in the exported model card does; return token ids."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -340,7 +347,7 @@ def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> 
 def add_special_tokens(
     ids: list[Any], contract: ScoringContract, *, ends: bool = True
 ) -> list[int]:
-    """Add the contract's BOS, EOS and reward token to the ids of a raw text.
+    """Add the contract's BOS, EOS and reward token, if it has them, to the ids of a raw text.
 
     Args:
         ends: whether the text ends here. If not, only BOS is added.
@@ -357,9 +364,10 @@ def add_special_tokens(
 def _transformers_steps(
     tokenizer: Any, contract: ScoringContract, checked: CheckedText
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return token ids and reading positions as the program in the model card computes them.
+    """Return token ids and reading positions as the exported model card's program computes them.
 
-    The sample is tokenized in pieces, each of which ends where a step is read.
+    The sample is tokenized in pieces. Each piece ends with the token at which the head reads a
+    step.
     """
     position, text, steps = contract.scored_position, checked.text, checked.steps
     separator = contract.step_separator or ""
@@ -422,7 +430,7 @@ def _check_logits(
     batch_kind: str, library_logits: Tensor, logits: Tensor, texts: Sequence[Text]
 ) -> None:
     difference = (library_logits - logits).abs()
-    # The condition is written as "not within the tolerance", so that NaN counts as wrong.
+    # "not <=" instead of ">", so that a NaN counts as wrong.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -440,10 +448,10 @@ def class_name(model_type: str, suffix: str) -> str:
     """Return the name of a decoder's class, such as ``LlamaForSequenceClassification``.
 
     Args:
-        suffix: end of the name, such as ``ForSequenceClassification``. The beginning is that of the
-            language model's class, by which vLLM finds the decoder. transformers' own names may
-            differ: for Gemma 3 they are ``Gemma3ForCausalLM`` and
-            ``Gemma3TextForSequenceClassification``.
+        suffix: end of the name, such as ``ForSequenceClassification``. The name begins like that of
+            the decoder's language model class (``Llama`` in ``LlamaForCausalLM``), because vLLM
+            finds the decoder by it. transformers' own name may begin differently: it has
+            ``Gemma3ForCausalLM``, but ``Gemma3TextForSequenceClassification``.
 
     Raises:
         CheckpointError: transformers does not know the ``model_type``.
@@ -465,7 +473,7 @@ def class_name(model_type: str, suffix: str) -> str:
 def has_class(architecture: str, model_type: str) -> bool:
     """Tell if transformers has the reward-model class ``architecture`` for this ``model_type``.
 
-    If not, transformers can load only the decoder, and a program has to compute the head itself.
+    If it has not, transformers can load only the decoder, and programs must compute the head.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -481,7 +489,7 @@ def has_class(architecture: str, model_type: str) -> bool:
     )
 
 
-# Models larger than memory: the weights of a layer are loaded only while it runs.
+# Checks of models that do not fit into memory: each layer has its weights only while it runs.
 
 
 def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None], Tensor]) -> None:
@@ -496,7 +504,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     by_layer: dict[int | None, list[tuple[Tensor, str]]] = defaultdict(list)
-    # With this option each key has its layer's number. Without it one key stands for all layers.
+    # By default Megatron has one key for all layers; with this option, each layer has its own keys.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in tensors:
@@ -514,7 +522,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
         for tensor, _ in by_layer[layer]:
             tensor.data = tensor.new_empty(0)
 
-    # Embedding and final norm stay in memory; only the layers are loaded and freed in turn.
+    # Load the weights outside the layers (embedding, final norm, head) once; they stay in memory.
     fill(None)
     for layer, module in enumerate(model.decoder.layers):
         empty(layer)
@@ -525,15 +533,16 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
 def compute_in_fp32(model: torch.nn.Module) -> None:
     """Make every module of ``model`` compute in fp32, casting its weights only while it runs.
 
-    The results equal those of the same files loaded in fp32, but only one module at a time has its
-    weights in fp32.
+    The outputs equal those of a model loaded in fp32, but take less memory: only the module that is
+    running has its weights in fp32.
 
     Args:
         model: a model of transformers that was loaded in the files' dtype, or a ``BodyWithHead``.
     """
     _restore_buffers(model.body if isinstance(model, BodyWithHead) else model)
     for module in model.modules():
-        # Qwen3.5 reads the weight of its convolution and does not call it.
+        # Qwen3.5's attention uses its convolution's weight without calling the convolution, so the
+        # hooks of the attention module must cast that weight, too.
         convolutions = [child for child in module.children() if isinstance(child, torch.nn.Conv1d)]
         stored = {
             parameter: parameter.data
@@ -541,7 +550,7 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
             for parameter in owner.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
-        # Cast the embeddings after the look-up. This is exact, and avoids casting the largest
+        # Cast only the embedded tokens: the result is the same, and the embedding is the largest
         # matrix.
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
@@ -569,9 +578,9 @@ def _restore_buffers(model: Any) -> None:
 
 
 class _WithoutLargeTensors(TorchFunctionMode):
-    """Context in which ``torch.empty`` creates tensors on the meta device, without memory.
+    """Context manager in which ``torch.empty`` makes tensors without memory, on the meta device.
 
-    A model that is built in this context has no weights, but it computes its buffers.
+    A transformers model that is built in this context has no weights, but its buffers have values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -78,13 +78,14 @@ class HfRewardModel:
     Attributes:
         tokenizer: tokenizer of transformers.
         model: reward model of transformers, on its device.
-        seq_length: most tokens of a sample, the smaller of the model's and the tokenizer's limit;
-            None for no limit.
+        seq_length: most tokens of a sample: the limit of the model or of the tokenizer, whichever
+            is smaller; None if neither has a limit.
         batch_tokens: most tokens of a batch, including padding.
         watch: called after each batch with the number of finished samples and the number of all
             samples, to show progress.
-        adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
-        contract: scoring contract; None for a model that this package did not export.
+        adds_eos: whether EOS is appended to raw texts, as TRL's RewardTrainer does.
+        contract: scoring contract in the model's folder; None if this package did not export the
+            model.
         contract_tokenizer: tokenizer for the contract; None without a contract.
     """
 
@@ -121,7 +122,7 @@ class HfRewardModel:
 
     @cached_property
     def _readout(self) -> Readout | None:
-        """Readout that turns logits of bins into rewards; None unless this package exported one."""
+        """Rule that computes rewards from logits of bins; None if the logits are the rewards."""
         readout = getattr(self.model.config, READOUT_KEY, None)
         return None if readout is None else Readout.from_json(json.dumps(readout))
 
@@ -158,7 +159,7 @@ class HfRewardModel:
             raise NoTemplateError(
                 "this sample is a conversation, but the tokenizer has no chat template"
             )
-        # Reject a message that contains the template's markers, because it could imitate another
+        # Reject messages that contain the template's markers of a turn: they could imitate another
         # turn.
         self._turn_marks.check(text)
         rendered = self._render(self._reading.adapt(text))
@@ -202,7 +203,7 @@ class HfRewardModel:
         return [len(self.tokenizer(reply, add_special_tokens=False).input_ids) for reply in replies]
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Compute the rewards of samples; see ``Scorer``.
+        """Compute the rewards of samples, as every ``Scorer`` (``data/``) does.
 
         For an export of this package, the label means in its ``config.json`` are added.
 
@@ -317,7 +318,8 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
     """
     contract = ScoringContract.from_dict(read_json(path))
     tokenizer = load_tokenizer(path.parent)
-    # The template comes from an untrusted file, and might loop forever.
+    # Anybody may have edited the template in the folder, so make sure that it does not loop
+    # forever.
     contract.check_template_ends(tokenizer)
     for key, value, expected in (
         ("id2label", loaded.attributes, contract.attributes),
@@ -325,7 +327,8 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
     ):
         if value != expected:
             raise CheckpointError(
-                f"{path}: {key}: the folder has {shown(value)}, but the contract {shown(expected)}"
+                f"{path}: {key}: the model has {shown(value)}, but the scoring contract has "
+                f"{shown(expected)}. Use an unchanged copy of the exported folder"
             )
     return replace(loaded, contract=contract, contract_tokenizer=tokenizer)
 
@@ -373,7 +376,7 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
         # of the checkpoint that its class lacks. Neither gives the trained rewards.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
-        problem = "transformers' class does not have all tensors of its head"
+        problem = "transformers' class does not have all tensors of the model's head"
         if missing:
             problem = f"weights are missing: {missing}, so it is no trained reward model"
     try:
@@ -391,7 +394,8 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
         choice: which head to read, see ``find_head``.
 
     Raises:
-        CheckpointError: there is no such head, or it reads steps or the mean of a response.
+        CheckpointError: the checkpoint has no such head, or its head reads steps or the mean of a
+            response, which this module does not support.
     """
     with TemporaryDirectory() as scratch:
         source = open_source(name)
@@ -401,8 +405,8 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
         contract = source.contract or {}
         if reads_steps(source) or contract.get("reply_marker") is not None:
             raise CheckpointError(
-                "its head reads steps or means, which is supported only after `nemo-aligner "
-                "convert`"
+                "its head reads steps or the mean of a response, which is supported only in "
+                ".nemo archives. Convert the model with `nemo-aligner convert`"
             )
         if head.rows:
             source.save_tokenizer(Path(scratch) / "tokenizer")
@@ -415,7 +419,7 @@ def _max_tokens(tokenizer: Any, model: Any) -> int | None:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Dynamic RoPE supports longer samples by this factor.
+    # With dynamic RoPE, samples may be longer than the model's positions by this factor.
     if positions and rope.get("rope_type") == "dynamic":
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]

@@ -1,8 +1,8 @@
 """Convert Hugging Face checkpoints to ``.nemo`` archives, base models and reward models.
 
-No model is built: tensors are read one after the other as they are written. A reward model must
-belong to a known family (``families``) and have a head of a known layout (``heads.py``). The
-archive gets a scoring contract.
+No model is built in memory: each tensor is read, converted and written before the next one. A
+reward model must belong to a known family (``families``) and have a head of a known layout
+(``heads.py``). The archive gets a scoring contract.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class ConversionSummary:
         dtype: dtype of the decoder's matrices.
         layers: number of layers.
         hidden_size: channels of a hidden state.
-        vocab_size: rows of the embedding.
-        tied: whether the output layer is tied to the embedding.
+        vocab_size: number of tokens in the vocabulary, the rows of the embedding.
+        tied: whether the output layer (LM head) uses the embedding's weights.
         zero_groups: number of query groups of zeros that were added for tensor parallelism.
         head: one line about the reward head, from ``describe_head``.
         contract: scoring contract of the archive; None for a base model.
@@ -136,8 +136,9 @@ def convert_hf_to_nemo(
         output: path of the new archive.
         dtype: dtype of the weights; None keeps the stored one (for GGUF, fp32). A reward head is
             always fp32.
-        tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
-            which change no output and are never trained.
+        tensor_parallel: tensor parallel size that the archive must support. If it does not divide
+            the number of query groups, groups of zeros are added, which change no output and are
+            never trained.
         head: which head to read, see ``find_head``. This and the next arguments are for reward
             models.
         template: chat template, as in ``model.data.template``; None means the tokenizer's.
@@ -160,8 +161,8 @@ def convert_hf_to_nemo(
             options = _ContractOptions(template, seq_length, attributes, step_separator, reads)
             return _convert(opened, Path(output), dtype, tensor_parallel, head, options)
     except AlignerError as error:
-        # Messages about files begin with a path already. Messages about a setting or a tensor do
-        # not, so the source is put in front.
+        # Errors about files begin with the file's path. Errors about a setting or a tensor do not,
+        # so put the path of the source in front.
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
 
@@ -186,7 +187,8 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # check_tensors rejects other surplus tensors, because they might change the model's results.
+    # Tensors that may be there although they are not converted: parts of other heads and, in a
+    # reward model, the output layer. check_tensors rejects all other surplus tensors.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -202,8 +204,7 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # LongRoPE and dynamic RoPE depend on the contract's seq_length. This call raises if the
-            # model does not support that length.
+            # Only for its error: RoPE may not support the contract's seq_length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -228,7 +229,7 @@ def _convert(
 
 
 def _without_dropped(family: ModelFamily, source: Source) -> Source:
-    """Leave out the tensors that the family drops, and add a note about them."""
+    """Return ``source`` without the tensors that the family drops, with a note that names them."""
     if not family.dropped:
         return source
     prefixes = [family.dropped]
@@ -285,8 +286,8 @@ def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, A
 def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> Tokenizer:
     """Write the source's tokenizer into ``folder``, then load and check it.
 
-    A damaged tokenizer, or one with more tokens than the model's ``vocab_size``, then stops the
-    conversion and not a later training run.
+    The check makes the conversion fail, and not a later training run, if the tokenizer is damaged
+    or has more tokens than the model's ``vocab_size``.
     """
     source.save_tokenizer(folder)
     tokenizer = load_tokenizer(folder, "tokenizer")
@@ -306,15 +307,15 @@ def _plan_tensors(
 
     Args:
         rules: rules of the decoder, each with its layer (None outside the layers).
-        config: NeMo config without added query groups of zeros.
+        config: NeMo config, in which added query groups of zeros do not count.
         stored: lazy Hugging Face tensors by name.
         dtype: dtype of the result; None keeps the stored one.
         zero_groups: number of query groups of zeros to add.
 
     Returns:
-        The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer. Layers that differ have stored names of their own: all tensors are
-        in the first mapping.
+        Two mappings by stored names: the tensors outside the layers, and for each name in the
+        layers a list with one tensor of each layer. If the layers' shapes differ, each layer's
+        tensors have names of their own; then all tensors are in the first mapping.
     """
     is_stacked = ModelShape.from_config(config).is_uniform
     tensors: dict[str, LazyTensor] = {}
@@ -322,7 +323,8 @@ def _plan_tensors(
     for rule, layer in rules:
         parts = [stored[name] for name in rule.hf]
 
-        # ``rule`` is a default argument, because a closure would see the last rule of the loop.
+        # Bind ``rule`` as a default argument: ``join`` is called after the loop, when the variable
+        # holds the last rule.
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
@@ -332,7 +334,8 @@ def _plan_tensors(
         def read(parts: Sequence[LazyTensor] = parts, join: Any = join) -> Tensor:
             return join([part.read() for part in parts])
 
-        # On the meta device this gives the shape and dtype of the result without reading data.
+        # The parts' outlines are tensors on the meta device, so this finds shape and dtype of the
+        # result without reading data.
         outline = join([part.outline() for part in parts])
         tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
         key = megatron_key(rule, layer, is_stacked=is_stacked)
@@ -392,15 +395,15 @@ class _ContractOptions(NamedTuple):
 def _refuse_options(source: Source, labels: list[str] | None, options: _ContractOptions) -> None:
     """Raise CheckpointError if a contract option is set, but no new contract will be built.
 
-    That is so for a base model (``labels`` is None), and for an export of this package, which has a
-    contract already.
+    No contract is built for a base model (``labels`` is None), nor for a folder that this package
+    exported, which has a contract already.
     """
     builds_contract = labels is not None and source.contract is None
     if not builds_contract and any(option is not None for option in options):
         reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
         raise CheckpointError(
-            f"got options for a new scoring contract, but {reason}. Leave out the options for the "
-            "template, lengths, attributes and steps"
+            f"got options for a new scoring contract, but {reason}. Leave out --template, "
+            "--seq-length, --attributes, --step-separator and --reads"
         )
 
 
@@ -416,7 +419,7 @@ def _read_or_build_contract(
     """Read the contract of an export of this package, or build a contract for another model.
 
     Args:
-        labels: names of the rewards; None for a base model, which has no contract.
+        labels: names of the rewards; None for a base model. The result is then None, too.
         precision: precision of the weights in the archive.
         longest: the model's limit for the tokens of a sample.
         options: options for a new contract.
@@ -427,12 +430,13 @@ def _read_or_build_contract(
         return None
     if source.contract is not None:
         contract = ScoringContract.from_dict(source.contract)
-        # A GGUF file has no tokenizer.json, so the source has rebuilt one. The rebuilt file assigns
-        # the same ids, but its bytes, and so its fingerprint, differ.
+        # A GGUF file has no tokenizer.json, so the source has rebuilt one. It assigns the same ids
+        # as the one in the archive, but has other bytes, and therefore another fingerprint.
         if source.remakes_tokenizer:
             fingerprint = tokenizer.fingerprint
             contract = replace(contract, tokenizer_fingerprint=fingerprint)
-        # The template comes from an untrusted file, and might loop forever.
+        # Anybody may have edited the template in the folder, so make sure that it does not loop
+        # forever.
         contract.check_template_ends(tokenizer)
         _check_exported_contract(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
@@ -498,7 +502,11 @@ _STEP_TOKEN = "<extra_0>"
 def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
     """Return the text after each step: the user's option, or Qwen's step token.
 
-    Checkpoints do not store the separator. Without the option and the token, raise CheckpointError.
+    Checkpoints do not store the separator, so without the option it can only be the token
+    ``<extra_0>``.
+
+    Raises:
+        CheckpointError: the option is not set, and the tokenizer does not have the token.
     """
     if option is not None:
         return option
@@ -517,7 +525,8 @@ def _check_exported_contract(
 ) -> None:
     """Raise CheckpointError if an export's labels or tokenizer differ from its contract.
 
-    They differ if the exported folder was edited. Then the contract would promise other rewards.
+    They differ if somebody edited the exported folder. The contract would then describe other
+    rewards than the model computes.
     """
     for name, value, expected in (
         ("config.json: id2label", list(labels), list(contract.attributes)),
@@ -525,5 +534,6 @@ def _check_exported_contract(
     ):
         if value != expected:
             raise CheckpointError(
-                f"{name}: got {shown(value)}, but {CONTRACT_NAME} has {shown(expected)}"
+                f"{name}: got {shown(value)}, but {CONTRACT_NAME} has {shown(expected)}. Use an "
+                "unchanged copy of the exported folder"
             )

@@ -1,8 +1,8 @@
 """Export a reward model as a Hugging Face folder, and check the folder before it is published.
 
-Tensors are read from the archive one after the other, and written to a temporary folder. That
-folder is then loaded with transformers, and must compute the archive's token ids, and its rewards
-within 1e-4 in fp32. Only then is it renamed to ``output``.
+Tensors are read from the archive one after the other, and written to a temporary folder. Then
+transformers loads this folder. For a few samples it must compute the same token ids as the archive,
+and the same rewards within 1e-4 in fp32. Only then is the folder renamed to ``output``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class ExportSummary:
         contract: scoring contract of the exported model.
         pad_token: the pad token.
         texts: number of samples that were compared.
-        largest_difference: largest difference of a reward in the comparison.
+        largest_difference: largest difference between a reward of transformers and of this package
+            in the comparison.
         query_groups: number of query groups in the archive.
         zero_groups: number of query groups of zeros in the archive. They were added for tensor
             parallelism, and are not exported.
@@ -168,7 +169,7 @@ def _export(
         logits = compute_reference_logits(loaded.model, texts, layout)
     # Free the model now, so that it is not in memory together with transformers' copy.
     del loaded
-    gc.collect()  # the modules form reference cycles
+    gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
     architecture = _choose_class(archive, head, contract)
@@ -214,7 +215,7 @@ def _export(
 def _compare_rewards(
     folder: Path, exported: ScoringContract, texts: list[CheckedText], logits: Tensor
 ) -> float:
-    """Score the samples with the exported folder; return the largest difference of a reward."""
+    """Score the samples with the exported folder; return the largest difference from ``logits``."""
     check = check_folder if exported.reply_marker is None else check_pooled_folder
     say("scoring the same samples with transformers ...")
     with waiting_for("scoring with transformers"):
@@ -303,7 +304,8 @@ def _write_weights(
     return writer.finish()
 
 
-# Files of a Hugging Face reward model: safetensors shards, config and tokenizer.
+# Functions that write the files of a Hugging Face reward model: safetensors shards, config and
+# tokenizer.
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
@@ -333,7 +335,7 @@ def atomic_folder(output: Path) -> Iterator[Path]:
 class ShardWriter:
     """Writes tensors to safetensors files of at most ``max_bytes`` in ``folder``.
 
-    A tensor that is larger gets a file of its own.
+    A tensor of more than ``max_bytes`` gets a file of its own.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -407,12 +409,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
     """Choose a pad token; return its text and its id.
 
-    If the id is the vocabulary size, no existing token fits, and the caller has to add the token.
+    If no existing token is suitable, the id is the vocabulary size, and the caller adds the token.
 
     transformers reads the reward at the last token that is not padding, so no sample may end with
     the pad token. The pad token is neither BOS, nor EOS, nor one of ``last_ids``.
     """
-    # An existing, unused special token is preferred, because it needs no new row in the embedding.
+    # Prefer a special token that the vocabulary already has: a new token needs a new row in the
+    # embedding.
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
     specials = {
         tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.special_ids)
@@ -440,12 +443,13 @@ def write_tokenizer(
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
     if contract.reply_marker is not None:
-        # sentence-transformers does not count the last token of a prompt if it is in these lists.
+        # Clear these lists of special tokens: sentence-transformers miscounts a prompt by one if
+        # its last token is in them.
         changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
     if template and contract.reward_token_id is not None:
-        # The template appends the reward token, for programs that do not read its id from
-        # config.json.
+        # Let the template append the reward token, at which the head reads, because most programs
+        # do not append it.
         template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
     if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
@@ -504,7 +508,7 @@ def hf_config(
     Args:
         config: settings of the model by the keys of ``model_config.yaml``.
         contract: scoring contract of the exported model.
-        architecture: name of the class.
+        architecture: name of the model's class, for the key ``architectures``.
         pad_id: id of the pad token.
         dtype: torch's name of the stored weights' dtype.
     """
@@ -537,7 +541,8 @@ def hf_config(
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
         # The readout tells programs how to compute rewards from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
-        # A reward is the logit plus its attribute's mean label and the head's bias.
+        # Constants that a program must add to the logits to get rewards. They are 0 if the exported
+        # head's bias already contains them.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
         **statistics,
     }

@@ -1,10 +1,11 @@
 """Read a GGUF file as the Hugging Face checkpoint from which it was converted.
 
-The ``gguf`` package (extra ``[gguf]``) reads the file. The package trusts a file's counts and
-lengths, so the header is checked first. The format is described in
+The ``gguf`` package (extra ``[gguf]``) reads the file. The package trusts the counts and lengths in
+a file's header, so this module checks them first. The format is described in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-This module has three parts: ``GgufCheckpoint``, the check of the header, and the tokenizer.
+This module has, in this order, ``GgufCheckpoint``, the check of the header, and the conversion of
+the tokenizer.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
 
 
 Fields = Mapping[str, Any]
-# Tensor of the reward head for llama.cpp's rank pooling, and field with the prompt template of
-# llama.cpp's /rerank.
+# The tensor of the reward head for llama.cpp's rank pooling, and the metadata field with the prompt
+# template of llama.cpp's /rerank.
 CLASSIFIER = "cls.output.weight"
 RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
 _MAX_EXPERTS = 10_000
 _SHARED_GATE = ".ffn_gate_inp_shexp.weight"
-# A field of this package, which llama.cpp does not read.
+# Metadata field with the scoring contract. Only this package writes and reads it.
 CONTRACT_FIELD = "nemo_aligner.scoring_contract"
 
 
@@ -67,7 +68,7 @@ class _StoredTensor:
 
     @classmethod
     def of(cls, tensor: Any) -> _StoredTensor:
-        # GGUF lists the axis with the smallest stride first.
+        # GGUF lists a tensor's axes in the reverse of torch's order.
         unpacked = tuple(map(int, reversed(tensor.shape)))
         data = tensor.data
         return cls(int(tensor.data_offset), data.shape, data.dtype, tensor.tensor_type, unpacked)
@@ -84,7 +85,8 @@ class GgufCheckpoint:
 
     Raises:
         CheckpointError: the file is no GGUF file, its family is unknown, or it has a tensor or a
-            field that the family does not have. The caller adds the file's name.
+            field that the family does not have. The message lacks the file's name, which the caller
+            adds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +104,9 @@ class GgufCheckpoint:
             if name not in (*ROPE_TENSORS, CLASSIFIER):
                 self._add_tensor(name, self._hf_name(name), stored.unpacked_shape)
         if "token_embd.weight" not in self._stored:
-            raise CheckpointError("token_embd.weight: the tensor is missing")
+            raise CheckpointError(
+                "token_embd.weight: this tensor, the embedding, is missing. Download the file again"
+            )
         self.contract = _read_contract(self.fields)
         self.config = {
             "model_type": self._family.name,
@@ -116,14 +120,14 @@ class GgufCheckpoint:
             self._add_classifier()
 
     def _add_tensor(self, name: str, hf_name: str, shape: tuple[int, ...]) -> None:
-        """Add a tensor by its Hugging Face name; a tensor of all experts is split into single ones.
+        """Add a tensor by its Hugging Face name; split a tensor of all experts into one per expert.
 
         Args:
             hf_name: Hugging Face name. EXPERT in it stands for the number of an expert.
         """
         if EXPERT in hf_name:
-            # Limit the experts, because a tensor without columns may claim any number of rows
-            # without any bytes of data.
+            # Limit the number of experts, because a damaged tensor with an empty axis can claim any
+            # number without having any data.
             if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
                 raise CheckpointError(
                     f"tensor {shown(name)}: got shape {list(shape)}, wanted matrices of at most "
@@ -134,23 +138,24 @@ class GgufCheckpoint:
                 single = LazyTensor(shape[1:], torch.float32, read)
                 self.tensors[hf_name.replace(EXPERT, str(expert))] = single
             return
-        # GGUF drops the first axis of this matrix, which has a single row.
+        # The gate of the shared expert is a matrix of one row, which GGUF stores as a vector.
         shape = (1, *shape) if name.endswith(_SHARED_GATE) and len(shape) == 1 else shape
         read = partial(self._read_tensor, name, shape)
         self.tensors[hf_name] = LazyTensor(shape, torch.float32, read)
 
     def _add_classifier(self) -> None:
-        """Add the reward head of a file for rank pooling: the log-odds of two classes.
+        """Add the reward head of a file for llama.cpp's rank pooling, which has two classes.
 
-        llama.cpp applies a softmax to the logits of two rows. The log-odds are the first logit
-        minus the second, so the head is the first row minus the second.
+        llama.cpp applies a softmax to the classes' logits. The reward is the log-odds, the first
+        logit minus the second, so the head is the first row minus the second.
         """
         key = f"{self._format.architecture}.{LABELS}"
         labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
         if not self._format.has_classifier or shape[:1] != (2,):
             raise CheckpointError(
-                f"{CLASSIFIER}: got shape {list(shape)} in a {self._format.architecture}, wanted "
-                "two rows in a qwen3, which is what llama.cpp's rank pooling reads"
+                f"{CLASSIFIER}: got a head of shape {list(shape)} in a {self._format.architecture} "
+                "model, wanted two rows in a qwen3 model, the only head that llama.cpp's rank "
+                "pooling reads"
             )
         if not isinstance(labels, list) or len(labels) != 2:
             raise CheckpointError(f"{key}: got {shown(labels)}, wanted the names of two classes")
@@ -163,7 +168,7 @@ class GgufCheckpoint:
         return (first - second)[None]
 
     def _hf_name(self, name: str) -> str:
-        """Translate a GGUF tensor name to Hugging Face's; for an expert's matrix it has EXPERT."""
+        """Translate a GGUF tensor name to Hugging Face's, with EXPERT for an expert's number."""
         part, _, kind = name.rpartition(".")
         if part in self._format.model:
             return f"{self._format.model[part]}.{kind}"
@@ -175,7 +180,7 @@ class GgufCheckpoint:
         return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
 
     def _dequantize(self, name: str, part: int | None = None) -> Tensor:
-        """Read a tensor in fp32; with ``part``, only the slice at this index of its first axis."""
+        """Read a tensor as fp32; with ``part``, only the slice at this index of its first axis."""
         import gguf
 
         stored = self._stored[name]
@@ -228,10 +233,9 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
     try:
         architecture = check_header(path)
         if architecture is not None:
-            # Check the architecture before the gguf package reads the vocabulary, which takes
-            # seconds.
+            # Check the architecture first, because GGUFReader takes seconds to read the vocabulary.
             check_gguf_architecture(architecture)
-        # GGUFReader trusts the header, so it opens the file only after the check.
+        # GGUFReader trusts the counts in the header, which check_header has checked.
         reader = gguf.GGUFReader(path)
         # Leave out the vocabulary, because the reader makes an array for every word.
         fields = {
@@ -246,7 +250,7 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
 
 def _read_value(field: Any) -> Any:
     value = field.contents()
-    # An fp32 value becomes its shortest decimal, such as 1e-5, which is what config.json has.
+    # Convert fp32 by its shortest decimal: 1e-5, as in config.json, instead of 9.99999974e-06.
     return float(str(np.float32(value))) if field.types[0].name == "FLOAT32" else value
 
 
@@ -258,14 +262,15 @@ def _halves_order(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# Check of the header, which comes before the gguf package reads it: for an array, the package
-# creates as many objects as the header claims, even past the end of the file.
+# Functions that check a header before the gguf package reads it. The package creates as many
+# objects for an array as the header claims, even if the file ends before.
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-# Limits for the fields and tensors, for the items of all arrays, and for a tensor's axes. They are
-# far above any real file; a vocabulary of 300,000 words has about as many merges.
+# Limits for the numbers of fields and of tensors, for the items of all arrays together, and for a
+# tensor's axes, far above those of any real file. A vocabulary of 300,000 tokens has two arrays of
+# about this length.
 _MAX_ENTRIES, _MAX_ITEMS, _MAX_AXES = 2**16, 2**23, 8
 
 
@@ -286,18 +291,18 @@ def check_header(path: Path) -> str | None:
 
 
 class _Header:
-    """Reads a file's header from the beginning, to check it; skips values without storing them."""
+    """Reads a GGUF file's header to check its counts and lengths; stores no values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
     def check(self) -> str | None:
-        if self._read_number("I") & 0xFFFF == 0:  # the number is in the other byte order
+        if self._read_number("I") & 0xFFFF == 0:  # the version is small, so bytes are swapped
             self._order = ">"
         tensors, fields = self._read_count("tensors"), self._read_count("fields")
-        # The limit is for all arrays together, because 65,536 fields of 8 million items each would
-        # pass a limit for one.
+        # Count the items of all arrays together, because a limit for a single array would still
+        # allow 65,536 arrays of 8 million items.
         items_left, architecture = _MAX_ITEMS, None
         for _ in range(fields):
             is_architecture = self._read_string() == b"general.architecture"
@@ -311,7 +316,7 @@ class _Header:
             axes = self._read_number("I")
             if axes > _MAX_AXES:
                 raise self._error(f"a tensor of {axes} axes, wanted at most {_MAX_AXES}")
-            self._skip(8 * axes + 4 + 8)  # dimensions, type, offset
+            self._skip(8 * axes + 4 + 8)  # sizes of the axes, type, offset
         return architecture
 
     def _read_string(self) -> bytes:
@@ -324,7 +329,7 @@ class _Header:
 
         Args:
             kind: GGUF's number of the value's type.
-            items_left: largest number of items that an array may have here.
+            items_left: how many items the arrays of the file may still have, together.
 
         Returns:
             The number of items if the value is an array, otherwise 0.
@@ -372,24 +377,24 @@ class _Header:
         return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {problem}")
 
 
-# The tokenizer, which transformers reads from the file without some of its rules. ``_add_rules``
-# adds these rules again, as in
+# Conversion of the tokenizer. transformers reads it from the file, but ignores some of its rules.
+# ``_add_rules`` adds them, as llama.cpp reads them:
 # https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
 
-# Older versions of transformers use BOS in place of EOS, and GPT-2's pre-tokenizer for every
-# tokenizer.
+# Older versions of transformers misread the tokenizers of GGUF files: they use BOS in place of EOS,
+# and GPT-2's pre-tokenizer for every tokenizer.
 _OLDEST_TRANSFORMERS = (5, 23)
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-# Pre-tokenizers with ignore_merges: a word that is in the vocabulary is one token.
+# Names of pre-tokenizers with the rule ignore_merges: a word that is in the vocabulary is one
+# token, even if no merges lead to it.
 _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
-# Names under which GPT-2's pre-tokenizer (byte-level BPE) is stored; a file without a name has it,
-# too.
+# Names of GPT-2's pre-tokenizer (byte-level BPE). None: a file without a name uses it, too.
 _LIKE_GPT2 = (None, "gpt-2", "olmo", "exaone4")
-# Pre-tokenizers that split numbers into single digits. transformers does not know these names, so
-# ``_add_rules`` sets the rule.
+# Names of pre-tokenizers that split numbers into single digits. transformers does not know these
+# names, so ``_add_rules`` adds the rule.
 _SINGLE_DIGITS = ("smollm", "refact", "starcoder")
 _READ_BY_TRANSFORMERS = ("qwen2", "deepseek-r1-qwen", "megrez", "dbrx", "smaug-bpe", "gpt-4o")
-# Pre-tokenizers with Llama 3's regular expression, but without ignore_merges.
+# Names of pre-tokenizers with Llama 3's regular expression, but without ignore_merges.
 _LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
 _LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -402,7 +407,7 @@ _PRE_TOKENIZERS = (
     *_SINGLE_DIGITS,
     *_IGNORE_MERGES,
 )
-# llama.cpp's converter writes this character in place of InternLM2's token for the NUL character.
+# llama.cpp's converter renames InternLM2's token for the NUL character to this emoji.
 _NUL = "\N{DRAGON}"
 
 
@@ -428,7 +433,7 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as empty_folder:
         Path(empty_folder, "model.gguf").symlink_to(path.resolve())
         try:
-            # AutoTokenizer is not used, because it must know the model's class, and adds a token to
+            # Not AutoTokenizer: it rejects model classes that it does not know, and adds a token to
             # Gemma 2's tokenizer.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 empty_folder,
@@ -445,7 +450,8 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     _add_rules(tokenizer.backend_tokenizer, fields)
     rerank = fields.get(RERANK_TEMPLATE)
     if isinstance(rerank, str) and CONTRACT_FIELD not in fields:
-        # The model scores this prompt, which may differ from its chat template.
+        # Prefer the template of /rerank to the file's chat template, because the head was trained
+        # on it.
         tokenizer.chat_template = _convert_to_jinja(rerank)
     tokenizer.save_pretrained(str(folder))
     if fields.get("general.architecture") == "internlm2":
@@ -466,10 +472,9 @@ def _restore_nul(file: Path) -> None:
 
 
 def _convert_to_jinja(rerank: str) -> str:
-    """Convert a reranker's template, with ``{query}`` and ``{document}``, to a Jinja template.
+    """Convert a prompt template of llama.cpp's ``/rerank`` to a chat template in Jinja.
 
-    In the result, a chat template, the prompt takes the query's place, and the response the
-    document's.
+    The prompt takes the place of ``{query}``, and the response that of ``{document}``.
     """
     parts = re.split(r"(\{query\}|\{document\})", rerank)
     turns = {"{query}": "messages[0].content", "{document}": "messages[1].content"}
@@ -489,14 +494,14 @@ def _check_pre_tokenizer(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Tell if samples begin with BOS: by a field, or if it is missing by the kind of tokenizer."""
+    """Tell if samples begin with BOS, from a field or, without it, from the tokenizer's kind."""
     is_default = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _IGNORE_MERGES
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", is_default and has_bos))
 
 
 def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Add the tokenizer rules in ``fields`` that transformers did not add to ``backend``."""
+    """Add to ``backend`` the tokenizer rules in ``fields`` that transformers ignores."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 

@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.hf.families.settings import FULL, SLIDING
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Field with the names of a reward head's rows, in a file for llama.cpp's rank pooling.
+# Metadata field with the names of the reward head's two rows, which llama.cpp's rank pooling needs.
 LABELS = "classifier.output_labels"
 # Names of the tensors in which GGUF stores RoPE's factors.
 ROPE_FREQS = "rope_freqs.weight"
@@ -35,7 +35,7 @@ SETTINGS = {
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
 }
-# Other fields that the files of any family may have.
+# Further fields that files may have, of any family.
 _OPTIONAL_FIELDS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
@@ -51,8 +51,9 @@ _SCALING_FIELDS = {
     },
     "longrope": {"rope.scaling.attn_factor": _ATTENTION_FACTOR},
 }
-# Fields that change no hidden state: sizes that the tensors have, too; the epsilon of a kind of
-# norm that the model does not have; changes of logits and of text embeddings; notes.
+# Fields that may be ignored, because they change no hidden state: sizes that also follow from the
+# tensors; the epsilon of a kind of norm that the model does not have; settings for logits and for
+# text embeddings; comments.
 _IGNORED = (
     "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.scaling.finetuned", "final_logit_softcapping", "logit_scale", "pooling_type",
@@ -66,10 +67,11 @@ _SUPPORTED_VALUES = {"attention.causal": True, "expert_gating_func": 1}
 
 
 class GgufFields:
-    """Typed access to the fields of an architecture; every error has the complete key.
+    """Typed access to the metadata fields of a GGUF file; errors have the field's complete key.
 
     Attributes:
-        values: values by their keys without the prefix of the architecture.
+        values: values of the fields whose keys begin with the architecture's name, such as
+            ``qwen3.``; the keys here lack this prefix.
     """
 
     def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
@@ -109,7 +111,7 @@ def read_config(
 
     Args:
         fields: metadata by key.
-        gguf: names of the family in GGUF.
+        gguf: how the family is stored in GGUF files.
         rope_tensors: the tensors of ROPE_TENSORS in the file, each ``[rotated channels / 2]``.
     """
     reader = GgufFields(fields, gguf.architecture)
@@ -141,7 +143,7 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 
 
 def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
-    """Translate the sliding window (0 means none) and, if there is one, the list of its layers."""
+    """Translate the sliding window (0 means none) and the list of layers that have it."""
     size, pattern = reader.values.get(_WINDOW) or None, reader.values.get(_PATTERN)
     window: dict[str, Any] = {"sliding_window": None if size is None else reader.count(_WINDOW)}
     if size is None or pattern is None:
@@ -158,9 +160,9 @@ def _count_rotated_channels(
     """Return the number of a head's ``head_dim`` channels to which RoPE is applied.
 
     Raises:
-        CheckpointError: the family does not support the number or the size of a head; or the file
-            does not tell the number, because llama.cpp's converter computed it from another size of
-            a head.
+        CheckpointError: the family does not support this number, or this size of a head; or the
+            number in the file is wrong, because llama.cpp's converter assumed another size of a
+            head.
     """
     rotated = reader.count("rope.dimension_count", head_dim)
     if reader.count("attention.value_length", head_dim) != head_dim:
@@ -169,8 +171,8 @@ def _count_rotated_channels(
         raise reader.error("rope.dimension_count", f"wanted {head_dim}, all channels of a head")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if gguf.is_share_of_hidden and heads * head_dim != hidden:
-        # llama.cpp's converter computes the rotated channels from hidden / heads, not from
-        # head_dim.
+        # llama.cpp's converter computed rope.dimension_count from hidden / heads, which differs
+        # from head_dim here.
         raise reader.error(
             "attention.key_length",
             f"wanted {hidden // heads}, the hidden size divided by the heads. Otherwise the file "
@@ -203,7 +205,7 @@ def _translate_rope(
         tensors: the tensors of ROPE_TENSORS in the file.
     """
     base = float(reader.number("rope.freq_base", 10000.0))
-    # As in llama.cpp, a factor without a type means linear, and a missing factor means 1.
+    # Like llama.cpp, read a factor without a type as linear scaling, and a missing factor as 1.
     kind = reader.values.get(_SCALING_TYPE, "linear")
     factor = reader.number("rope.scaling.factor", 0.0)
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -255,7 +257,7 @@ def _translate_longrope(
         size = list(tensors[name].shape) if name in tensors else None
         if size != [rotated // 2]:
             raise CheckpointError(f"{name}: got shape {size}, wanted {[rotated // 2]}")
-        # fp32 values become their shortest decimals, which is what config.json has.
+        # Convert fp32 by its shortest decimal, as in config.json.
         lists[key] = [float(str(number)) for number in tensors[name].float().numpy()]
     lists |= _read_scaling_fields(reader, "longrope")
     length = reader.count("rope.scaling.original_context_length")
@@ -278,8 +280,8 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    # The file has only the divisors. They are accepted if Llama 3.1's constants give the same
-    # divisors.
+    # The file has the divisors, but not the constants from which they were computed. So compute the
+    # divisors from Llama 3.1's constants, and compare.
     if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
         raise CheckpointError(
             f"{ROPE_FREQS}: its values are not those of Llama 3.1's RoPE scaling, and no other "
@@ -289,7 +291,7 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Compute by what Llama 3.1 divides RoPE's frequencies, fp32 ``[head_dim / 2]``.
+    """Compute the divisors of RoPE's frequencies in Llama 3.1's scaling, fp32 ``[head_dim / 2]``.
 
     ``scaling`` has the keys of ``rope_parameters``, such as ``low_freq_factor``.
     """

@@ -50,7 +50,7 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 _READER = "llama.cpp's rank pooling"
-# Name of the classifier's row of zeros. The other row has the name of the attribute.
+# Label of the head's row of zeros. The label of the other row is the name of the attribute.
 _ZERO = "zero"
 _QUERY, _DOCUMENT = "{query}", "{document}"
 # Names of the gguf package's quantization type and file type, by precision.
@@ -64,8 +64,9 @@ _KINDS = {
 def export_to_gguf(archive: str | Path, output: str | Path, options: ExportOptions) -> str:
     """Write the reward model ``archive`` as the new file ``output``.
 
-    Matrices are stored as ``options.dtype``, the head and one-dimensional tensors in fp32. The file
-    is read again like in a conversion, and must have the same weights, settings and token ids.
+    Matrices are stored as ``options.dtype``, the head and one-dimensional tensors in fp32. Then the
+    file is read again, as a conversion reads it, and must have the archive's weights, settings and
+    token ids.
 
     Returns:
         Lines to print.
@@ -92,11 +93,11 @@ class _Writer:
 
     Attributes:
         archive: the opened archive.
-        gguf: names of the decoder's family in GGUF.
+        gguf: how the decoder's family is stored in GGUF files.
         head: the reward's row, fp32 ``[1, hidden]``.
         contract: scoring contract of the exported model.
         tokenizer: tokenizer of the exported model.
-        scratch: temporary folder for the file.
+        scratch: temporary folder, in which the file is written.
         precision: precision of the stored matrices.
         license: licence of the base model; ``unknown`` if it is not known.
     """
@@ -189,8 +190,8 @@ class _Writer:
             writer.add_rope_scaling_factor(rope["factor"])
         elif rope["rope_type"] != "default":
             raise CheckpointError(
-                f"rope_type: got {shown(rope['rope_type'])}, but only default and linear can be "
-                "exported as GGUF"
+                f"rope_type: the model has {shown(rope['rope_type'])}, but only default and linear "
+                "can be exported as GGUF. Export it as a Hugging Face folder"
             )
 
     def _add_tokenizer(self, writer: Any) -> None:
@@ -212,7 +213,7 @@ class _Writer:
         writer.add_add_eos_token(self.contract.add_eos)
 
     def _rerank_template(self) -> str:
-        """Return the template of ``/rerank``: a prompt and its response, written as in training.
+        """Return the template of ``/rerank``, which renders a sample as the scoring contract does.
 
         llama.cpp replaces ``{query}`` by the prompt and ``{document}`` by the response.
         """
@@ -253,7 +254,8 @@ class _Writer:
         shapes = hf_shapes(self.archive.rules, self.archive.config)
         for name, shape in shapes.items():
             is_16_bit = len(shape) > 1 and kind != gguf.GGMLQuantizationType.F32
-            # numpy has no bf16, so fp16 and bf16 are written as int16 with their type in raw_dtype.
+            # numpy has no bf16, so 16-bit values are passed as int16, and raw_dtype tells what they
+            # are.
             dtype = torch.zeros(0, dtype=torch.int16 if is_16_bit else torch.float32).numpy().dtype
             size = torch.Size(shape).numel() * dtype.itemsize
             raw_dtype = kind if is_16_bit else None
@@ -301,11 +303,11 @@ class _Writer:
         config, expected = family.to_nemo(read.config), family.to_hf(self.archive.config)
         actual = family.to_hf(config)
         for key, value in expected.items():
-            # tie_word_embeddings may differ: a reward model has no output layer, so the key changes
-            # nothing.
+            # tie_word_embeddings may differ: it is about the output layer, which a reward model
+            # does not have.
             if actual[key] != value and key != "tie_word_embeddings":
                 raise CheckpointError(
-                    f"{key}: the written file has {actual[key]}, but the archive {value}"
+                    f"{key}: the written file has {actual[key]}, but the archive has {value}"
                 )
         for name, tensor in [*self._stored_tensors(), (HF_HEAD, self.head)]:
             if not torch.equal(read.tensors[name].read(), tensor.float()):
@@ -337,7 +339,8 @@ class _Writer:
         return lines
 
 
-# llama.cpp's names for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
+# llama.cpp's names for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``), by the regular
+# expressions that split a text into words.
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -358,9 +361,11 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise CheckpointError(
-            f"tokenizer.json: got {shown(model.get('type'))}, wanted byte-level BPE"
+            f"tokenizer.json: model: got {shown(model.get('type'))}, wanted BPE on bytes, the only "
+            "kind of tokenizer that can be exported as GGUF"
         )
-    # llama.cpp does not normalize to NFC; a text that is in NFC already gets the same ids.
+    # llama.cpp does not normalize texts to NFC. This is accepted, because most texts are in NFC
+    # already and get the same ids.
     if normalizer.get("type", "NFC") != "NFC":
         raise CheckpointError(
             f"tokenizer.json: normalizer: got {shown(normalizer)}, wanted NFC or none"
@@ -388,7 +393,7 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
 def _list_vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
     """List the tokens and their GGUF types, both by id, up to ``size``.
 
-    An id that ``tokenizer.json`` leaves out gets a placeholder of the type "unused".
+    An id without a token in ``tokenizer.json`` gets a placeholder of the type "unused".
     """
     import gguf
 

@@ -3,8 +3,9 @@
 Published reward models name the layers of their heads in different ways. Each way is a
 ``HeadLayout`` in ``LAYOUTS``. Every head reads the hidden state after the final norm at the last
 token of a sample; the chat template and the ``reward_token_id`` in the scoring contract define
-which token that is. Some rewards are computed from rows of the output layer (LM head). A conversion
-copies these rows into an ordinary head, so later readers need not know about them.
+which token that is. Some models have no head: their reward is a logit of the output layer (LM
+head), or the difference of two logits. A conversion copies the tokens' rows of the output layer
+into an ordinary head.
 
 ``convert`` uses this module to find and read a head, ``classifier`` and ``check`` to run it.
 """
@@ -39,9 +40,11 @@ class HeadLayout:
     """Names of a head's layers in a checkpoint.
 
     Attributes:
-        last: prefix of the layer that computes the outputs; also the layout's name.
-        hidden: prefix of the layer before it, with a ReLU between the two; None if there is none.
-        writers: software or models that write this layout, for messages.
+        last: prefix of the names of the last layer, which computes the outputs; also the layout's
+            name.
+        hidden: prefix of the names of the layer before the last one, with a ReLU between the two;
+            None if the head has one layer.
+        writers: software or models whose checkpoints have this layout, for messages.
     """
 
     last: str
@@ -68,8 +71,8 @@ LAYOUTS = (
     HeadLayout("regression_head", writers="UltraRM, Eurus-RM"),
     HeadLayout("v_head", writers="InternLM2ForRewardModel"),
 )
-# Key of config.json with the name of OpenRLHF's head. Without the key the name is "value_head" or
-# "score".
+# Key of config.json with which OpenRLHF names the head. Without the key the head is named
+# "value_head" or "score".
 PREFIX_KEY = "value_head_prefix"
 # Key of config.json with the id of the token at which InternLM2's reward models read. These models
 # append the token to every sample.
@@ -86,8 +89,8 @@ NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # own classes.
 SCORE_WITH_BIAS = "score.bias"
 LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
-# Limit for the rows of a head. A tensor without columns may claim any number of rows without any
-# bytes of data.
+# Limit for the rows of a head, because a damaged tensor without columns can claim any number of
+# rows without having any data.
 _MAX_OUTPUTS = 10_000
 _MAX_ROW_DIGITS = 10
 
@@ -99,7 +102,7 @@ class FoundHead:
     Attributes:
         names: names of its tensors in the checkpoint, by the names of ``HeadShape.tensors``.
         outputs: number of outputs, the rows of its last layer.
-        shape: layers and biases of the head; None for a single matrix without a bias.
+        shape: which layers and biases the head has; None for a single matrix without a bias.
         description: says which head it is, for messages.
         stored: all tensors of the checkpoint.
         rows: rows of the output layer (LM head) that make up the head, by token or by index; empty
@@ -123,7 +126,7 @@ class FoundHead:
 
     @classmethod
     def of(cls, layout: HeadLayout, source: Source) -> FoundHead:
-        """Describe the head of ``source``, which has at least the last layer of ``layout``."""
+        """Describe the head of a checkpoint that has at least the last layer of ``layout``."""
         names = {
             head_name: name for head_name, name in layout.names().items() if name in source.tensors
         }
@@ -132,7 +135,8 @@ class FoundHead:
             raise CheckpointError(
                 f"{last}: the head's other layer, {layout.hidden}.weight, is missing"
             )
-        # The number of rows is from the file's header, so it is checked before any weight is read.
+        # The file's header, which is not trusted, has the number of rows, so check it before
+        # reading.
         outputs = _count_rows(source, last)
         if outputs > _MAX_OUTPUTS:
             raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MAX_OUTPUTS}")
@@ -167,7 +171,7 @@ class FoundHead:
         return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
-        """Return the head with each token in ``rows`` replaced by its id, the row's index."""
+        """Replace each token in ``rows`` by its id, the index of its row in the output layer."""
         if not self.rows:
             return self
         name = self.names["weight"]
@@ -182,7 +186,7 @@ class FoundHead:
         return replace(self, rows=tuple(ids), description=description)
 
     def at_steps(self) -> FoundHead:
-        """Return the head as it is read for steps: with two outputs, for a wrong and a right step.
+        """Return the head with two outputs per step: the logits of a wrong and of a right step.
 
         Two rows of the output layer become two outputs, because the model card of
         math-shepherd-mistral-7b-prm computes their softmax, and takes the probability of the first
@@ -197,7 +201,8 @@ class FoundHead:
     def with_outputs(self, outputs: int) -> FoundHead:
         """Return the head with ``outputs`` outputs, the number in the scoring contract.
 
-        If the contract has one output but the head two, the reward is the second minus the first.
+        If the contract has one output but the checkpoint's head two, the reward becomes the second
+        output minus the first.
         """
         if outputs == self.outputs:
             return self
@@ -235,8 +240,8 @@ class FoundHead:
         if not self.rows:
             return stored.float()
         rows = stored[list(map(int, self.rows))].float()
-        # ``rows`` has the token of a right step first, but the logit of a right step is the second
-        # output.
+        # ``self.rows`` names the token that marks a right step first. But a head that scores steps
+        # has the logit of a wrong step as its first output, so swap the two rows.
         if self.outputs == 2:
             return rows.flip(0)
         return rows if len(rows) == 1 else rows[:1] - rows[1:]
@@ -245,7 +250,7 @@ class FoundHead:
 # Settings that change logits after the output layer, and the values that leave them unchanged.
 # Gemma 2's classes cap logits even if the config does not have the setting.
 _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-# Defaults of transformers' classes that are not neutral.
+# transformers' defaults of these settings, for models whose default changes the logits.
 _LOGIT_DEFAULTS = {
     ("gemma2", "final_logit_softcapping"): 30.0,
     ("cohere", "logit_scale"): 0.0625,
@@ -263,8 +268,8 @@ def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
             has, or the rows that ``classifier_from_token`` names (a setting of vLLM).
 
     Raises:
-        CheckpointError: a reward model has no head of a known layout, or several; or the chosen
-            head is missing.
+        CheckpointError: the class is a reward model's, but no head has a known layout; there are
+            several heads; or the chosen head is missing.
     """
     layouts = _list_layouts(source)
     if choice == NO_HEAD:
@@ -308,10 +313,10 @@ def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "")
     Args:
         problem: ``problem_type`` in ``config.json``.
         names: names of the outputs; empty if the user has said that they are rewards.
-        remedy: what the user has to do if the outputs are rewards, for the message.
+        remedy: end of the error text: what the user has to do if the outputs are rewards.
 
     Raises:
-        CheckpointError: the outputs are logits of classes, or may be.
+        CheckpointError: the outputs are logits of classes, or the settings do not tell.
     """
     if problem not in (None, "regression"):
         raise CheckpointError(
@@ -332,10 +337,10 @@ def reads_steps(source: Source) -> bool:
 
 
 def lacks_output_layer(source: Source, choice: str | None) -> bool:
-    """Tell if a checkpoint rightly has no output layer, although the embeddings are not tied.
+    """Tell if an output layer may be missing although the config does not tie it to the embedding.
 
-    A bare decoder, and a reward model whose head is dropped, have none. They become base models to
-    train, which need no output layer.
+    A checkpoint of a decoder alone, and a reward model whose head is dropped, have no output layer.
+    They become base models for training reward models, which need none.
     """
     output_layer = find_family(source.config.get("model_type")).untied.hf[0]
     drops_head = choice == NO_HEAD and any(is_of_head(name, source) for name in source.tensors)
@@ -376,14 +381,15 @@ def describe_head(
 def is_of_head(name: str, source: Source | None = None) -> bool:
     """Tell by its name if a tensor belongs to a reward head of any layout.
 
-    With ``source``, the name that its ``config.json`` gives to OpenRLHF's head counts, too.
+    With ``source``, the head's name in its ``config.json`` (``value_head_prefix``, which OpenRLHF
+    writes) counts, too.
     """
     layouts = LAYOUTS if source is None else _list_layouts(source).values()
     return name.startswith(tuple(f"{layout.last.partition('.')[0]}." for layout in layouts))
 
 
 def _list_layouts(source: Source) -> dict[str, HeadLayout]:
-    """Return all layouts by name, and one more if ``config.json`` renames OpenRLHF's head."""
+    """Return ``LAYOUTS`` by name, and one more if ``config.json`` renames OpenRLHF's head."""
     layouts = {layout.last: layout for layout in LAYOUTS}
     prefix = source.config.get(PREFIX_KEY)
     if prefix is None:
@@ -402,10 +408,10 @@ def _parse_rows(choice: str) -> list[str | int]:
 
 
 def _read_row_tokens(source: Source) -> list[str] | None:
-    """Read the tokens of the rows from which vLLM makes a head; None if the config has none.
+    """Read the tokens whose rows of the output layer vLLM uses as head; None if none are named.
 
-    vLLM's setting first names the token whose logit lowers the score. The result first has the
-    token whose logit raises it, as in ``FoundHead.rows``.
+    Of two tokens, vLLM's setting ``classifier_from_token`` names first the one whose logit lowers
+    the score. The result has the opposite order, as ``FoundHead.rows``.
     """
     tokens, method = source.config.get("classifier_from_token"), source.config.get("method")
     if tokens is None:
@@ -418,8 +424,8 @@ def _read_row_tokens(source: Source) -> list[str] | None:
     if is_valid and len(tokens) == 1 and method == "no_post_processing":
         return tokens
     raise CheckpointError(
-        f"classifier_from_token: got {shown(tokens)} with the method {shown(method)}, wanted two "
-        "tokens with from_2_way_softmax, or one with no_post_processing"
+        f"classifier_from_token: got {shown(tokens)} with method={shown(method)}, wanted two "
+        "tokens with method=from_2_way_softmax, or one token with method=no_post_processing"
     )
 
 
@@ -441,8 +447,8 @@ def architecture_in(source: Source) -> str:
 class BodyWithHead(torch.nn.Module):
     """transformers' decoder with a head for which transformers has no class.
 
-    Callers use it like a ``ForSequenceClassification``, or, if ``reads_all``, like a
-    ``ForTokenClassification``. Padding must be on the right.
+    It can replace transformers' ``ForSequenceClassification``, which reads the last token, or, if
+    ``reads_all``, ``ForTokenClassification``. Padding must be on the right.
     """
 
     def __init__(self, body: Any, head: Mapping[str, Tensor], *, reads_all: bool = False) -> None:
@@ -514,15 +520,16 @@ def load_with_head(name: str, source: Source, head: FoundHead, dtype: torch.dtyp
         body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        raise CheckpointError(f"{name}: weights are missing: {missing}")
+        raise CheckpointError(f"{name}: weights of the decoder are missing: {missing}")
     lazy_tensors = head.tensors(body.config.get_text_config().hidden_size)
     tensors = {head_name: tensor.read() for head_name, tensor in lazy_tensors.items()}
     return BodyWithHead(body, tensors, reads_all=reads_steps(source))
 
 
-# With a RoPE that depends on the length, transformers applies the rotation of the longest sequence
-# to the whole batch. For a dynamic RoPE it also keeps the frequencies of the longest sequence so
-# far. The reward of a sample is defined by a newly loaded model and a batch of one.
+# If RoPE depends on a sequence's length, transformers rotates the whole batch by the length of its
+# longest sequence. With dynamic RoPE, earlier batches matter, too, because the frequencies of the
+# longest sequence so far are kept. So this package defines a sample's reward as that of a newly
+# loaded model in a batch of one.
 
 
 def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
@@ -532,7 +539,7 @@ def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
 
 
 def reset_dynamic_rope(model: torch.nn.Module) -> None:
-    """Reset dynamic RoPE to its state after loading, so that earlier batches do not matter."""
+    """Reset dynamic RoPE to its state after loading, so that earlier batches change no reward."""
     for rotary in length_dependent_rope(model):
         if rotary.rope_type == "dynamic":
             rotary.inv_freq = rotary.original_inv_freq.clone()

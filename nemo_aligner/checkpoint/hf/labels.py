@@ -24,7 +24,7 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 def read_labels(
     source: Source, head: FoundHead | None, attributes: Sequence[str] | None
 ) -> list[str] | None:
-    """Return the names of a reward model's rewards, in order; None for a base model.
+    """Return the names of a reward model's rewards, in their order; None without a head.
 
     Args:
         attributes: names to use instead of the names in ``id2label``.
@@ -52,23 +52,25 @@ def read_labels(
 
 
 def count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> int:
-    """Return how many outputs a head with these labels must have.
+    """Return how many outputs the head of a model with these names of rewards must have.
 
-    A head that reads steps, in a model that this package did not export, may have any number.
+    If the head reads steps, and this package did not export the model, any number is accepted: the
+    result is the head's number of outputs.
     """
     if reads_steps(source):
         if source.contract is None:
             return head.outputs
         num_outputs = ScoringContract.from_dict(source.contract).num_outputs
-        return max(num_outputs, 2)  # an export of a single reward has two outputs
+        return max(num_outputs, 2)  # one reward per step is exported as two outputs
     contract = _read_bins_contract(source)
     return len(labels if contract is None else contract.output_names)
 
 
 def _read_bins_contract(source: Source) -> ScoringContract | None:
-    """Read the contract if this package exported a head of bins, else return None.
+    """Read the scoring contract of an exported head of bins; None for any other head.
 
-    A head of bins has several outputs for each attribute, which its contract explains.
+    A head of bins has several outputs for each attribute. Only the contract tells how a reward is
+    computed from them.
     """
     if source.contract is None or source.contract.get("readout") is None:
         return None
@@ -104,7 +106,7 @@ def _read_step_labels(
 
 def _read_id2label(source: Source, head: FoundHead) -> list[str]:
     """Read the names of the head's outputs from ``id2label`` in ``config.json``, in order."""
-    if head.rows:  # id2label does not name rows of the output layer
+    if head.rows:  # rows of the output layer, without names in id2label
         return ["reward"]
     names = source.config.get("id2label")
     try:

@@ -1,8 +1,7 @@
 """Extract the text decoder of a multimodal Hugging Face model.
 
-The supported models call their decoder on embedded tokens like any other decoder, so for text input
-they compute the same as the decoder. ``tests/checkpoint/hf/test_multimodal.py`` compares each of
-them with its decoder.
+For a sample without images, the supported models compute the same as their text decoder by itself.
+``tests/checkpoint/hf/test_multimodal.py`` compares each of them with its decoder.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# The model_type of each supported multimodal model, with the model_type of its decoder if
-# text_config does not tell.
+# The model_type of each supported multimodal model, and the model_type of its decoder for a config
+# whose text_config has none.
 _DECODERS = {
     "gemma3": "gemma3_text",
     "internvl": "qwen2",
@@ -35,11 +34,12 @@ _SIZES = {
     "max_position_embeddings": 131072,
 }
 _QWEN2 = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
-# The model_type of each decoder, with the supported family that it equals, and the defaults of
-# transformers' class that differ from that family's. Qwen-VL's RoPE has three coordinates (mrope).
-# They are equal for text, so it is ordinary RoPE there.
+# The model_type of each decoder, the supported family that computes the same, and the defaults of
+# transformers' class where they differ from that family's. Qwen-VL's RoPE has three coordinates
+# (mrope), which are equal for text, so for text it is ordinary RoPE.
 _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
-    # LLaVA's releases have only the settings that differ from the defaults of transformers' class.
+    # The config.json of LLaVA's releases lacks settings that have the default of transformers'
+    # class.
     "llama": ("llama", {**_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048}),
     "mistral": ("mistral", {**_SIZES, "intermediate_size": 14336, "num_key_value_heads": 8}),
     "qwen2_vl_text": ("qwen2", _QWEN2),
@@ -60,7 +60,7 @@ _OTHER_PARTS = re.compile(
     r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline)\b"
 )
 _HEADS = ("lm_head.", "score.")
-# Settings of a reward head; they are at the top level, not in text_config.
+# Settings of a reward head. They are at the top level of config.json, not in text_config.
 _HEAD_SETTINGS = (
     "architectures",
     "id2label",
@@ -75,7 +75,7 @@ _HEAD_SETTINGS = (
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Tell if a ``config.json`` describes a model with more parts than a text decoder."""
+    """Tell if a ``config.json`` is that of a model with further parts, such as a vision encoder."""
     return config.get("model_type") in tuple(_DECODERS) or isinstance(
         config.get("text_config"), Mapping
     )
@@ -102,7 +102,7 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     inside = config.get("text_config")
     if not isinstance(inside, Mapping | None):
         raise CheckpointError(f"text_config: got {shown(inside)}, wanted a mapping")
-    # Older Qwen-VL models have the decoder's settings at the top level.
+    # Older Qwen-VL models have no text_config: the decoder's settings are at the top level.
     text = {key: value for key, value in (inside or config).items() if value is not None}
     decoder = text["model_type"] if inside and "model_type" in text else _DECODERS[model_type]
     family, defaults = decoder, dict[str, Any]()
@@ -124,7 +124,7 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def _without_mrope(rope: Any) -> Any:
-    """Return RoPE settings in which mrope is replaced by ordinary RoPE."""
+    """Replace Qwen-VL's RoPE with three coordinates (mrope) by ordinary RoPE in RoPE settings."""
     if not isinstance(rope, Mapping):
         return rope
     settings = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
@@ -132,7 +132,7 @@ def _without_mrope(rope: Any) -> Any:
 
 
 def decoder_name(name: str) -> str | None:
-    """Return the name that a tensor has in the bare decoder; None if it belongs to another part."""
+    """Return a tensor's name in the decoder by itself; None if it belongs to another part."""
     if _OTHER_PARTS.match(name):
         return None
     match = _DECODER.fullmatch(name)

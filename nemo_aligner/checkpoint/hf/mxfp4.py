@@ -1,7 +1,8 @@
-"""Weights in MXFP4, in which gpt-oss is published: read as bf16.
+"""Convert weights in MXFP4, the format in which gpt-oss is published, to bf16.
 
-The format is that of OCP's "Microscaling Formats (MX) Specification" 1.0: blocks of 32 values with
-4 bits each, two in a byte with the first in the low bits, and a power of two for each block.
+The format is that of OCP's "Microscaling Formats (MX) Specification" 1.0: blocks of 32 values of 4
+bits each, which share a scale, a power of two. A byte has two values, the first one in its low
+bits.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 # The values of FP4 (E2M1): a sign bit, two bits of exponent, one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([sign * value for sign in (1, -1) for value in _POSITIVE])
-_BIAS = 127  # of the exponents in ``_scales``
+_BIAS = 127  # a scale is 2 to the power of (stored byte - _BIAS)
 _BYTES_OF_BLOCK = 16
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Convert one matrix ``[rows, columns]`` of MXFP4 to bf16.
 
-    A value is exact unless it is too large or too small for bf16.
+    The result is exact, except for values that are too large or too small for bf16.
 
     Args:
         blocks: ``[rows, columns / 32, 16]`` uint8.
@@ -39,10 +40,11 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Replace the two tensors of each weight in MXFP4 by one, in bf16.
+    """Replace the two stored tensors of each MXFP4 weight by one lazy tensor in bf16.
 
     ``NAME_blocks [E, out, in / 32, 16]`` and ``NAME_scales [E, out, in / 32]`` become ``NAME [E,
-    in, out]``, the layout of gpt-oss in transformers. One expert at a time is converted.
+    in, out]``, the layout of gpt-oss in transformers. To save memory, one expert after the other is
+    converted.
 
     Raises:
         CheckpointError: one of a weight's two tensors is missing, or they do not fit each other.

@@ -1,9 +1,9 @@
 """Export a reward model that reads the mean of a response, for sentence-transformers.
 
-The exported folder has three kinds of modules in a row: the decoder, a pooling module, which
-ignores the tokens of the prompt, and a dense module for each layer of the head. The prompt is the
-text before the response, including the marker with which a response begins. Names and rules follow
-sentence-transformers 6.2.
+sentence-transformers runs the modules of the exported folder one after the other: the decoder; a
+pooling module, which averages hidden states without those of the prompt; and a dense module for
+each layer of the head. The prompt is the text before the response, including the marker with which
+a response begins. Names and rules follow sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from nemo_aligner.utils.errors import CheckpointError
 
 _POOLING = "1_Pooling"
 _TRANSFORMER = {
-    # Text is the only kind of input. Otherwise, with a chat template, inputs would be treated as
-    # messages, and the mean would include their prompts.
+    # Declare text as the only kind of input. Otherwise sentence-transformers, if there is a chat
+    # template, treats inputs as messages, and the mean includes their prompts.
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     "module_output_name": "token_embeddings",
-    # The chat template has written the special tokens already.
+    # The text comes from the chat template, which has already written the special tokens.
     "processing_kwargs": {"text": {"add_special_tokens": False}},
 }
 _DENSE_NAMES = {"weight": "linear.weight", "bias": "linear.bias"}
 
 
 def require_package() -> None:
-    """Raise CheckpointError if sentence-transformers is not installed."""
+    """Raise CheckpointError, before an export begins, if sentence-transformers is not installed."""
     try:
         import sentence_transformers  # noqa: F401
     except ImportError as error:
@@ -112,7 +112,8 @@ def check_pooled_folder(
     decoder = model[0].model
     compute_in_fp32(decoder)
     files = sorted(folder.glob("score*/model.safetensors"))
-    # The files have the head in fp32, but loading has cast it to the decoder's dtype.
+    # Loading has cast the head to the decoder's dtype, so read it again from the files, which have
+    # it in fp32.
     for dense, file in zip(list(model)[2:], files, strict=True):
         dense.float().load_state_dict(load_file(file))
 
@@ -133,9 +134,9 @@ def check_pooled_folder(
 
 
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
-    """Split a sample into prompt and response as the program in the model card does."""
+    """Split a sample into prompt and response as the program in the exported model card does."""
     if isinstance(text, str):
-        ids = add_special_tokens([None], contract)  # None stands for the token ids of the text
+        ids = add_special_tokens([None], contract)  # None marks the text's own ids
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)
         return "", "".join(pieces)
     rendered = tokenizer.apply_chat_template(text, tokenize=False)

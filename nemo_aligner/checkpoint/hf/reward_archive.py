@@ -39,7 +39,7 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LORA_A, LORA_B, LoraShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Keys that a NeMo config may lack; the model's shape has their defaults.
+# Keys that a NeMo config may lack; their values, or the defaults, are taken from ``ModelShape``.
 _OPTIONAL_KEYS = (
     "kv_channels",
     "max_position_embeddings",
@@ -55,17 +55,18 @@ _OPTIONAL_KEYS = (
 class RewardArchive:
     """An opened archive of a reward model, read with Hugging Face's names.
 
-    Every method folds LoRA into the weights, except ``adapters``.
+    LoRA adapters are folded into the weights that methods return; only ``adapters`` yields them.
 
     Attributes:
         store: the stored tensors.
         embedding_dtype: dtype of the embedding.
         family: the model family.
-        config: settings of the model, without added query groups of zeros.
+        config: NeMo config of the model, in which added query groups of zeros do not count.
         num_query_groups: number of query groups in the archive, including added groups of zeros.
         rules: rules of the decoder's tensors with their layers.
         lora: LoRA adapters in the archive; None if there are none.
-        is_stacked: a stored tensor has all layers; otherwise each layer has tensors of its own.
+        is_stacked: True if each stored tensor stacks all layers; False if each layer has its own
+            tensors.
     """
 
     store: TensorStore
@@ -86,7 +87,8 @@ class RewardArchive:
         """
         shape = ModelShape.from_config(folder.config)
         groups = shape.num_query_groups
-        # Groups of zeros exist for tensor parallelism only, and are not exported.
+        # Subtract the groups of zeros: they were added for tensor parallelism, and are not
+        # exported.
         model_groups = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
             "share_embeddings_and_output_weights": True,  # NeMo's default if the key is missing
@@ -125,7 +127,7 @@ class RewardArchive:
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """Invert ``split``: join Hugging Face's tensors, without adding vocabulary padding."""
+        """Invert ``split``: join Hugging Face's tensors, but add no padding of the vocabulary."""
         data = rule.join(parts, self.config)
         model_groups = self.config["num_query_groups"]
         return add_zero_groups(rule.group_axis, data, model_groups, self.num_query_groups)
@@ -150,7 +152,7 @@ class RewardArchive:
         return fold_into_weight(data, low, high, self.lora.scale)
 
     def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """Read LoRA's matrices B and A for a rule's Megatron tensor; None if it has no adapter."""
+        """Read the matrices B and A of a Megatron tensor's LoRA adapter; None if it has none."""
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
@@ -160,9 +162,9 @@ class RewardArchive:
         return high, low
 
     def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of every weight with LoRA, its matrix A and its matrix B.
+        """Yield for every weight with LoRA its Hugging Face name, and the matrices A and B.
 
-        Weights that Megatron stores in one tensor have the same A.
+        Weights that Megatron stores in one tensor, such as q, k and v, share a matrix A.
         """
         groups, model_groups = self.num_query_groups, self.config["num_query_groups"]
         for rule, layer in self.rules:
@@ -178,7 +180,7 @@ class RewardArchive:
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor, rounded as in the exported folder.
 
-        The check of an export uses this, so that it compares rewards of equally rounded weights.
+        The check of an export uses it, so that both models that it compares have the same weights.
         """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
@@ -193,7 +195,8 @@ class RewardArchive:
         """Yield every tensor of the decoder with its Hugging Face name.
 
         Args:
-            vocab_size: rows of the embedding. It is padded with zero rows if the pad token is new.
+            vocab_size: rows of the embedding. If the export adds a pad token, this is one more than
+                in the archive, and the new row is zero.
             dtype: dtype of the tensors; None keeps the stored one.
         """
         for rule, layer in self.rules:
@@ -214,8 +217,9 @@ class ExportOptions:
 
     Attributes:
         dtype: dtype of the weights; None keeps the stored one.
-        merge: merge the attributes into one reward.
-        head: form of the head (see ``ExportedHead.of``); None keeps the head's form.
+        merge: whether to merge the attributes into one reward, their weighted sum.
+        head: form in which the head is written (see ``ExportedHead.of``); None means the default
+            form.
         max_shard_bytes: size limit of a safetensors file.
         base_license: licence of the base model, for the model card.
     """
@@ -233,10 +237,10 @@ class ExportedHead:
 
     Attributes:
         tensors: fp32 tensors by their names in the folder.
-        form: name of a layout, or ``score.bias``.
-        means: ``[A]``, the label means that a reader still has to add to the outputs.
-        shift: ``[A]``, the outputs of this head minus those of the archive's head; None if they are
-            equal.
+        form: name of the form: that of a layout in ``heads.py``, or ``score.bias``.
+        means: ``[A]``, constants that a program must add to the outputs to get rewards.
+        shift: ``[A]``, constants by which this head's outputs exceed those of the archive's head;
+            None if there are none.
         is_pair: the head has two outputs for one reward, of which the first is always 0.
     """
 
@@ -257,16 +261,17 @@ class ExportedHead:
     ) -> ExportedHead:
         """Convert the archive's head to the form in which an export writes it.
 
-        The form ``score`` has no bias, because transformers' class has none; a bias of the head is
-        added to the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means
-        are added. The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
+        The form ``score`` has no bias, because transformers' class has none; the bias of the
+        archive's head is added to ``means`` instead. ``score.bias`` and ``v_head.summary`` have a
+        bias, to which ``means`` are added. The two layers of ``Qwen2ForRewardModel`` always have
+        biases, which may be zeros.
 
         Args:
             head: tensors by the names of ``HeadShape.tensors``.
             form: name of the form; None means ``score``, or for two layers Qwen2ForRewardModel's.
             means: label means ``[A]``.
-            are_rewards: the outputs are rewards, so a bias is a constant that may be moved to the
-                means.
+            are_rewards: True if the outputs are rewards, so that a bias is a constant and may be
+                moved to ``means``; False for logits of bins.
 
         Raises:
             CheckpointError: the head cannot be written in this form.
@@ -296,11 +301,10 @@ class ExportedHead:
         *,
         are_rewards: bool,
     ) -> ExportedHead:
-        """Convert a head that reads steps to the only form that such a head has; see ``of``.
+        """Convert a head that reads steps to the form that has biases; arguments as in ``of``.
 
-        The form has biases. One reward becomes two outputs, 0 and the reward, because programs for
-        such models expect two outputs. Their softmax is ``1 - sigmoid(reward)`` and
-        ``sigmoid(reward)``.
+        One reward becomes two outputs, 0 and the reward, because programs for models that score
+        steps expect two. Their softmax is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
         """
         form = _require_biased_form(head, form, "steps")
         tensors, rows = _with_biases(head), head["weight"].size(0)
@@ -316,7 +320,7 @@ class ExportedHead:
 
 
 def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: str) -> str:
-    """Return the form with biases, the only form for heads that read steps or means.
+    """Return the only form for a head that reads steps or means, a form with biases.
 
     Args:
         form: the requested form; None for any.
@@ -328,7 +332,8 @@ def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: st
     biased_form = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
     if form not in (None, biased_form):
         raise CheckpointError(
-            f"head: got {shown(form)} for a head that reads {reads}, wanted {biased_form}"
+            f"head: got {shown(form)}, but a head that reads {reads} can only be exported as "
+            f"{biased_form}. Leave --head out"
         )
     return biased_form
 
@@ -353,16 +358,17 @@ def _rename_tensors(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
 def _check_form(
     form: str, default_form: str, head: Mapping[str, Tensor], *, are_rewards: bool
 ) -> None:
-    """Raise CheckpointError if a head cannot be written in ``form``.
+    """Raise CheckpointError if the archive's head cannot be written in ``form``.
 
-    ``default_form`` is the form that the head has in the archive.
+    ``default_form`` is the form that is used if the user chooses none.
     """
     has_two_layers = default_form == TWO_LAYERS.last
     supported = [TWO_LAYERS.last] if has_two_layers else [*LINEAR_FORMS]
     if form not in supported:
         layers = "two layers" if has_two_layers else "one matrix"
         raise CheckpointError(
-            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(supported)}"
+            f"head: got {shown(form)}, but the model's head, which has {layers}, can only be "
+            f"exported as {' or '.join(supported)}"
         )
     outputs = head["weight"].size(0)
     if form == VALUE_LAYER.last and outputs != 1:
@@ -372,8 +378,8 @@ def _check_form(
         )
     if form == LINEAR.last and "bias" in head and not are_rewards:
         raise CheckpointError(
-            f"head: got {form} for a head of bins that has a bias. transformers' class has no "
-            f"bias, and a reward depends on the bins' biases. Use {SCORE_WITH_BIAS}"
+            f"head: got {form}, a form without biases, but this model computes a reward from "
+            f"several outputs (bins), each of which needs its bias. Use --head {SCORE_WITH_BIAS}"
         )
 
 
@@ -397,8 +403,9 @@ def build_exported_head(
     exported_readout = exported.output_readout
     are_rewards, form = exported_readout is None, options.head
     if contract.has_steps and exported_readout is not None and exported_readout.kind == SIGMOID:
-        # Programs for models with steps apply a softmax to two outputs, which gives the probability
-        # that the readout's sigmoid would give. So the outputs are exported as rewards.
+        # The contract's readout takes the sigmoid of one logit per step. Programs for models with
+        # steps instead take the softmax of two outputs. With the outputs 0 and the logit both give
+        # the same probability, so the logit is exported like a reward.
         are_rewards = True
     if contract.reply_marker is not None:
         form = _require_biased_form(stored, form, "means")
@@ -412,7 +419,7 @@ def build_exported_head(
 def _read_head(
     archive: RewardArchive, contract: ScoringContract, *, merge: bool
 ) -> dict[str, Tensor]:
-    """Read the tensors of the head in fp32, reduced to the outputs that an export writes.
+    """Read the head's tensors in fp32, with only the outputs that an export writes.
 
     A head of quantiles is reduced to the median, and several heads to their mean, because these are
     the rewards. With ``merge``, the outputs are reduced to their weighted sum.
@@ -439,7 +446,7 @@ def _read_head(
 
 
 def _merge_attributes(contract: ScoringContract) -> ScoringContract:
-    """Return the contract for a model whose attributes are merged into one weighted reward."""
+    """Return the scoring contract of a model that is exported with its attributes merged."""
 
     def weighted_sum(values: Sequence[float]) -> tuple[float]:
         pairs = zip(contract.attribute_weights, values, strict=True)
@@ -460,9 +467,9 @@ def _merge_attributes(contract: ScoringContract) -> ScoringContract:
 def _check_step_layers(
     archive: RewardArchive, head: ExportedHead, exported: ScoringContract
 ) -> None:
-    """Raise CheckpointError for a head of two layers that does not fit Qwen2's class for steps.
+    """Raise CheckpointError if a head of two layers does not fit ``Qwen2ForProcessRewardModel``.
 
-    Other classes that read steps have one layer.
+    vLLM's other classes that read steps have a head of one layer.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]

@@ -52,7 +52,7 @@ from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 _SINGLE_NAME, _INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
 _INDEX_NAME = f"model{_INDEX_SUFFIX}"
-# LLaMA-Factory writes a reward head to a file of its own.
+# Files to which LLaMA-Factory writes a reward head, separately from the other weights.
 HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -68,11 +68,11 @@ class Source:
 
     Attributes:
         config: content of ``config.json``.
-        tensors: lazy tensors by their Hugging Face names.
+        tensors: tensors by their Hugging Face names; their values are read when they are needed.
         save_tokenizer: writes the tokenizer's files into a new folder.
         contract: content of the scoring contract, if this package exported the checkpoint.
-        remakes_tokenizer: whether ``save_tokenizer`` rebuilds the tokenizer's files, as from a GGUF
-            file. The fingerprint in the contract does not match rebuilt files.
+        remakes_tokenizer: whether ``save_tokenizer`` rebuilds the tokenizer's files, as it does
+            from a GGUF file. Rebuilt files do not have the fingerprint in the contract.
         notes: lines for the user about how the checkpoint was read.
     """
 
@@ -87,7 +87,7 @@ class Source:
 def open_source(source: str | Path) -> Source:
     """Open a checkpoint: a folder, a ``.gguf`` file, or a model on the hub.
 
-    A name like ``org/name`` means the hub if there is no folder with that path.
+    A source like ``org/name`` is first looked for as a folder, then on the hub.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is incomplete or damaged, has pickled or
@@ -105,7 +105,7 @@ def open_source(source: str | Path) -> Source:
 
 
 def tokenizer_folder(source: str | Path) -> Path:
-    """Return the folder ``source``, or download the tokenizer of that model on the hub.
+    """Return ``source`` if it is a folder; otherwise download that hub model's tokenizer.
 
     Raises:
         CheckpointError: there is no such folder or model, or it has no ``tokenizer.json``.
@@ -120,10 +120,10 @@ def tokenizer_folder(source: str | Path) -> Path:
 
 
 def find_exported_contract(source: str | Path) -> Path | None:
-    """Find the scoring contract in a reward model that this package exported; None if it has none.
+    """Find the scoring contract's file in a model; None unless this package exported the model.
 
     Args:
-        source: a folder, or a model on the hub, whose settings are then downloaded.
+        source: a folder, or a model on the hub, of which only the settings are downloaded.
 
     Raises:
         CheckpointError: there is no such folder or model.
@@ -134,7 +134,7 @@ def find_exported_contract(source: str | Path) -> Path | None:
 
 def _open_gguf(path: Path) -> Source:
     if not path.is_file():
-        raise CheckpointError("no such file")
+        raise CheckpointError("there is no such file. Correct the path")
     checkpoint = GgufCheckpoint(path)
     save_tokenizer = partial(save_gguf_tokenizer, path, checkpoint.fields)
     return Source(
@@ -147,7 +147,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # Check for an adapter first. Otherwise it would be reported as a folder without config.json.
+    # Check for an adapter first: its folder has no config.json, and the error below would mislead.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -156,7 +156,8 @@ def _open_folder(folder: Path) -> Source:
         )
     config = read_json(folder / "config.json")
     quantization = config.pop("quantization_config", None)
-    # transformers keeps this setting when it loads a GGUF file and saves plain tensors.
+    # A model that transformers loaded from a GGUF file and saved unquantized keeps
+    # quant_method=gguf, which is accepted.
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     is_mxfp4 = method == mxfp4.METHOD and config.get("model_type") == "gpt_oss"
     block = block_fp8.read_block(quantization)
@@ -201,7 +202,7 @@ def _open_folder(folder: Path) -> Source:
 
 
 def _open_head_folders(folder: Path) -> dict[str, LazyTensor]:
-    """Open a head whose layers have folders of their own, as in exports for sentence-transformers.
+    """Open a head that was exported for sentence-transformers: a folder for each of its layers.
 
     Returns:
         Lazy tensors by their names in a head, such as ``score.weight``.
@@ -214,7 +215,7 @@ def _open_head_folders(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _extract_decoder(source: Source) -> Source:
-    """Return the text decoder of a multimodal model as a checkpoint of its own.
+    """Return the text decoder of a multimodal model as a ``Source``.
 
     Tensors of the other parts are dropped, and a note for the user names these parts.
     """
@@ -230,9 +231,9 @@ def _extract_decoder(source: Source) -> Source:
 
 
 def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Find the file that transformers loads first: a single file, or an index of shards.
+    """Find the file that transformers reads first: one file of all weights, or an index of shards.
 
-    The config may name that file (``transformers_weights``). Returns None if there is no such file.
+    ``transformers_weights`` in the config may name the file. None if there is no such file.
     """
     name = config.get("transformers_weights")
     if name is not None:
@@ -266,7 +267,7 @@ def _open_safetensors(
     """Open the tensors of a folder of safetensors, without reading their values.
 
     ``weights`` is a single file or an index of shards; None opens all files of the folder.
-    ``dtypes`` are the supported ones, by their names in safetensors files.
+    ``dtypes`` are the supported dtypes, by their names in safetensors files.
     """
     if weights is None:
         files = _list_safetensors(folder)
@@ -279,9 +280,12 @@ def _open_safetensors(
         stored = _read_headers(folder / name, dtypes)
         missing = sorted(listed - stored.keys())
         if missing:
-            raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Use only the tensors that the index lists for a file, because several files may contain
-        # the same tensor.
+            raise CheckpointError(
+                f"{folder / name}: tensor {short(missing[0])} is missing, which the index assigns "
+                "to this file. Download the checkpoint again"
+            )
+        # Several files may contain the same tensor, so use only the tensors that the index assigns
+        # to this file.
         tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 
@@ -289,7 +293,8 @@ def _open_safetensors(
 def _read_index(index: Path) -> dict[str, set[str]]:
     """Map each file name to the tensors that the index assigns to it.
 
-    Only names in the same folder are accepted, because an index from the hub is not trusted.
+    Names of files in other folders raise a CheckpointError, because an index from the hub is not
+    trusted.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -298,7 +303,8 @@ def _read_index(index: Path) -> dict[str, set[str]]:
         )
     files: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        # A name that cannot be printed, such as half of a surrogate pair, is no name of a file.
+        # Unprintable characters, such as half of a surrogate pair, may make opening the file fail
+        # with an error of another type.
         is_name = isinstance(name, str) and Path(name).name == name and name.isprintable()
         if not is_name or len(name) > _MAX_NAME_LENGTH:
             raise CheckpointError(
@@ -318,7 +324,7 @@ def _list_safetensors(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_headers(path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, LazyTensor]:
-    """Read the header of a safetensors file, and return its tensors, as lazy ones, by name."""
+    """Read the header of a safetensors file; return its tensors by name, without their values."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as stored:
@@ -349,8 +355,8 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
     Raises:
         CheckpointError: a value is NaN or infinite.
     """
-    # The file is opened anew for each tensor, because pages of a mapped file stay in memory until
-    # it is closed.
+    # safe_open maps the file, and pages that were read stay in memory until it is closed. So open
+    # and close it for each tensor.
     with safe_open(path, framework="pt") as stored:
         tensor = stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
     check_finite(tensor, f"{path}: {name}")
@@ -360,7 +366,7 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
     """Copy a tokenizer's files, and write tokens that ``tokenizer.json`` lacks into it.
 
-    With ``is_exported``, the files are copied unchanged.
+    With ``is_exported`` (the folder is an export of this package), the files are copied unchanged.
     """
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
@@ -370,7 +376,8 @@ def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) ->
         load_hf_tokenizer(folder, str(source)).save(folder)
 
 
-# Expected tensors of a model: names and shapes.
+# Names and shapes of the tensors that a model of a family must have, and comparison with a
+# checkpoint.
 
 REWARD_SUFFIX = "ForSequenceClassification"
 
@@ -390,10 +397,11 @@ def model_rules(
 
 
 def megatron_key(rule: Rule, layer: int | None, *, is_stacked: bool) -> str:
-    """Return the stored name of a rule's tensor in an archive.
+    """Return the name under which an archive stores a rule's Megatron tensor.
 
     Args:
-        is_stacked: all layers share one name (``ModelShape.is_uniform``).
+        is_stacked: True if one stored tensor stacks all layers, so that the name has no layer
+            number (``ModelShape.is_uniform``).
     """
     if layer is None:
         return PREFIX + rule.megatron
@@ -404,7 +412,7 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
     """Return the shape of every Hugging Face tensor by its name.
 
     Args:
-        config: settings of the model, without added query groups of zeros.
+        config: NeMo config of the model, in which added query groups of zeros do not count.
     """
     decoder = ModelShape.from_config(config)
     outside, kinds = model_tensors(decoder), dict[ModelShape, Shapes]()
@@ -417,9 +425,10 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
             tensors = kinds.get(of_layer) or kinds.setdefault(of_layer, layer_tensors(of_layer))
         size = tensors[rule.megatron]
         try:
-            # On the meta device a rule's split gives the shapes without any data.
+            # A tensor on the meta device has no data, so this computes only the shapes of the
+            # parts.
             parts = rule.split(torch.empty(size, device="meta"), config)
-        except (RuntimeError, TypeError) as error:  # the sizes are too large for torch
+        except (RuntimeError, TypeError) as error:  # raised by torch if a size is too large
             raise CheckpointError(
                 f"config.json: its sizes imply an impossible shape of {rule.megatron}: {size}"
             ) from error
@@ -428,9 +437,9 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
     return shapes
 
 
-# transformers 5 keeps the matrices of all experts of a layer in fused tensors: gate and up
-# projections [E, 2 f, h] and down projections [E, h, f]. ``save_original_format=False`` writes
-# them like that.
+# transformers 5 keeps the matrices of all experts of a layer in two fused tensors: gate and up
+# projections [E, 2 f, h] and down projections [E, h, f]. save_pretrained with
+# ``save_original_format=False`` writes these names.
 _FUSED = {
     "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
@@ -443,15 +452,16 @@ def split_fused_experts(
     rules: Sequence[tuple[Rule, int | None]],
     tensors: Mapping[str, LazyTensor],
 ) -> Mapping[str, LazyTensor]:
-    """Replace fused tensors of all experts by one tensor for each expert, as in published files.
+    """Split tensors that hold the matrices of all experts into one tensor for each matrix.
 
-    The result also has all tensors that are not fused.
+    Published files have a tensor for each matrix, and the families' rules expect that. Tensors that
+    are not fused are returned unchanged.
     """
     split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
         name = prefix + _FUSED.get(rule.megatron, "")
-        # gpt-oss' published files are fused, too.
+        # Not for gpt-oss, whose rules expect the fused tensors.
         fused = None if name in rule.hf else split.pop(name, None)
         if fused is not None:
             split |= _split_fused(fused, rule.hf)
@@ -470,7 +480,7 @@ def _split_fused(fused: LazyTensor, names: Sequence[str]) -> dict[str, LazyTenso
     read = fused.read_part
     num_experts = fused.shape[0] if len(fused.shape) == 3 else len(names) + 1
     parts, remainder = divmod(len(names), num_experts)
-    # A tensor of another layout is ignored; the caller then reports the missing names.
+    # Ignore a tensor of another layout; check_tensors later reports the matrices as missing.
     if read is None or remainder or not parts or fused.shape[1] % parts:
         return {}
     rows = fused.shape[1] // parts
@@ -495,7 +505,7 @@ def check_tensors(
 
     Args:
         expected: shapes by the names of the tensors.
-        dropped: names of tensors that may be there in addition.
+        dropped: names of tensors that the checkpoint may have in addition.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape; the message names the
@@ -503,7 +513,10 @@ def check_tensors(
     """
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        raise CheckpointError(
+            f"{len(missing)} tensors of a {family.name} model are missing, the first is "
+            f"{missing[0]}"
+        )
     tied = config["share_embeddings_and_output_weights"]
     ignored = (*family.unused, *(family.untied.hf if tied else ()))
     surplus = tensors.keys() - expected.keys() - {*dropped}

@@ -14,7 +14,8 @@ _ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OUTERMOST = "module"
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_PART = re.compile(r"\.(lora_\w+|base_layer|modules_to_save|original_module)\.")
-# A decoder that AutoModel saved lacks the prefix ``model.`` that it has inside a model with a head.
+# AutoModel saves a decoder without the prefix ``model.``, which its tensors have in a model with a
+# head.
 _DECODER_PREFIX, _LAYERS = "model.", "layers."
 _DECODER_PARTS = (_LAYERS, "embed_tokens.", "norm.")
 
@@ -22,17 +23,18 @@ _DECODER_PARTS = (_LAYERS, "embed_tokens.", "norm.")
 def without_wrappers(
     tensors: Mapping[str, LazyTensor],
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Rename tensors to their names in the model without a wrapper.
+    """Remove wrappers' prefixes from the names of tensors, and add a missing prefix ``model.``.
 
     A model that was saved from torch.compile, FSDP, DDP or peft has the wrapper's prefix in its
-    tensors' names. A decoder that was saved without a head lacks the prefix ``model.``.
+    tensors' names. In a decoder that was saved without a head, the names lack the prefix
+    ``model.``.
 
     Returns:
         The tensors by their names in the model, and a line for the user if any had a prefix.
 
     Raises:
-        CheckpointError: there are tensors of a peft adapter, so it may not have been merged; or two
-            tensors get the same name.
+        CheckpointError: there are tensors of a peft adapter, which may not have been merged into
+            the weights; or two tensors get the same name.
     """
     adapter_names = sorted(name for name in tensors if _ADAPTER_PART.search(name))
     if adapter_names:

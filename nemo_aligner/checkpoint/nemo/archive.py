@@ -42,8 +42,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
-# The first part opens an archive, which is unpacked once per host and checked before anything in it
-# is used.
+# Opening: an archive is unpacked once per host, and checked before anything in it is used.
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def _remove_unpacked(root: Path, path: Path) -> None:
 def _prepare(
     path: Path, with_weights: bool, open_folder: Callable[[Path], NemoFolder]
 ) -> _Prepared:
-    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents.
+    """Unpack the archive ``path`` (a folder is used unchanged), and check its contents.
 
     Returns:
         The folder with the contents, and the checkpoint that ``open_folder`` opened in it.
@@ -128,8 +127,8 @@ def _prepare(
         if root == path:
             verify_folder(root, is_needed)
         folder = open_folder(root)
-        # If the archive has checksums, they have covered every byte already. Otherwise compare the
-        # CRC-32 of each shard.
+        # Unpacking has compared the checksums, if the archive has any. Otherwise compare the CRC-32
+        # of each shard of the weights.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
@@ -142,8 +141,8 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     """Call ``prepare``, which unpacks an archive, on one rank of each host; collective.
 
     Returns:
-        Two values: what ``prepare`` returned, or None on ranks that did not call it; and on every
-        rank the folder that its host has prepared.
+        What ``prepare`` returned (None on ranks that did not call it), and the folder that was
+        prepared on this rank's host.
 
     Raises:
         CheckpointError: on every rank, if ``prepare`` failed on any host.
@@ -170,7 +169,7 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     return local, Path(outcomes[preparing_rank][0])
 
 
-# The code below unpacks an archive, with limits against malicious files.
+# Unpacking, with limits against malicious files.
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
@@ -184,15 +183,15 @@ _BLOCK = 2**20
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
-_MAX_FOLDER_DEPTH = 64  # even an archive of a distributed checkpoint has only 4 levels of folders
+_MAX_FOLDER_DEPTH = 64  # real archives have 4 levels of folders or fewer
 
 
 def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
     """Unpack the members that ``is_needed`` accepts into a new temporary folder.
 
     The caller removes the folder. At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; the
-    default is 20 times the size of the archive, and at least 256 MiB. The disk never fills up:
-    256 MiB stay free, or half of the free space if that is less.
+    default is 20 times the size of the archive, and at least 256 MiB. So that the disk never fills
+    up, 256 MiB stay free, or half of the free space if that is less.
 
     Raises:
         CheckpointError: no such archive; a member that is no plain file or folder, occurs twice, or
@@ -260,7 +259,7 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """Tell if the folder has a file of checksums, which were then compared when it was opened."""
+    """Tell if an unpacked archive has ``checksums.json``, so that opening it compared all files."""
     return (root / CHECKSUMS_NAME).is_file()
 
 
@@ -275,7 +274,7 @@ def _compare_checksums(
         sums: sha256 of each unpacked file, by its name in the archive.
         root: folder with the unpacked files.
         source: name of the archive in errors.
-        is_needed: tells which files were unpacked.
+        is_needed: tells which files were unpacked; the others are not compared.
     """
     if not has_checksums(root):
         return
@@ -291,9 +290,9 @@ def _compare_checksums(
 
 
 class _BoundedFile:
-    """File for ``tarfile`` that raises past ``limit`` bytes, and for headers of more than 16 MiB.
+    """File for ``tarfile`` that raises an error after ``limit`` bytes, or at a header over 16 MiB.
 
-    tarfile itself reads a header with a long name into memory at once, whatever size it claims.
+    Without this limit, tarfile would read a header into memory at once, whatever size it claims.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -345,7 +344,8 @@ def _max_bytes(path: Path) -> int:
 def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
     """Read small text members of an archive by name, without unpacking it.
 
-    Reading stops after the member ``first``. Members may be missing.
+    Reading stops after the member ``first``, which is near the beginning. Missing members are left
+    out of the result.
 
     Returns:
         The members' content by their names.
@@ -411,9 +411,10 @@ def _extract(
 def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
     """Return the name of a member after checking that it is safe to unpack.
 
-    tarfile's own filter does the same, but Python 3.11.2 does not have it yet.
+    tarfile's own filter does the same checks, but only from Python 3.11.4 on.
     """
-    # Links are rejected like other special files, because NeMo archives contain none.
+    # Reject links and other special files: NeMo archives contain none, and a link can lead out of
+    # the folder.
     if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
@@ -432,7 +433,7 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
 
 
 def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
-    """Write a file with default permissions and no other attributes; return its sha256."""
+    """Write a member's content to ``target`` with default permissions; return its sha256."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = archive.extractfile(member)
     assert source is not None, "a regular file has content"
@@ -456,7 +457,7 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
 
 @contextmanager
 def scratch_beside(output: Path) -> Iterator[Path]:
-    """Provide a temporary folder on the disk of ``output``, and remove it after the block.
+    """Provide a temporary folder next to ``output``, on the same disk; remove it after the block.
 
     Raises:
         CheckpointError: ``output`` exists already, or cannot be written.
@@ -536,7 +537,7 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # a reader would reject the member
+        if len(data) > MAX_TEXT_BYTES:  # ``read_members`` would reject such a member
             raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)

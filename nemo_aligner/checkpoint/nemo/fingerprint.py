@@ -48,7 +48,8 @@ def build_fingerprint(sums: WeightSums, config: Mapping[str, Any]) -> str:
 def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
     """Compute an ensemble's fingerprint from its members' fingerprints, in their order.
 
-    An ensemble of one model has that model's fingerprint. The result is None if a member has none.
+    An ensemble of one model has that model's fingerprint. The result is None if a member has no
+    fingerprint.
     """
     if None in members or len(members) == 1:
         return None if None in members else members[0]
@@ -78,7 +79,7 @@ def read_fingerprint(source: str | Path) -> str | None:
 def fingerprint_of(folder: NemoFolder) -> str | None:
     """Read the fingerprint of an archive that is already open.
 
-    None if it has neither a fingerprint nor checksums.
+    The result is None if the archive has neither a fingerprint nor checksums.
     """
     return _read_from_folder(folder.root, folder.source)
 
@@ -90,7 +91,7 @@ def _read_from_folder(root: Path, source: Path) -> str | None:
 
 
 def _parse_fingerprint(members: Mapping[str, str], source: Path) -> str | None:
-    """Return the stored fingerprint, else one derived from the checksums; None without both.
+    """Return the stored fingerprint, or one derived from the checksums; None if both are missing.
 
     Args:
         members: content of the archive's small files, by their names.

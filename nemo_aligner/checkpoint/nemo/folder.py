@@ -2,7 +2,7 @@
 
 Supported are unpacked archives of this package, of NeMo 1 and NeMo-Aligner, and the folders of NeMo
 2, Megatron-Bridge and Megatron-LM; see docs/checkpoints.md. Each becomes a ``NemoFolder``, whose
-settings have the keys of NeMo 1's ``model_config.yaml``.
+settings have the keys of NeMo 1's ``model_config.yaml``, whatever the source calls them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TOKENIZER_NAME = "tokenizer"
 CONTRACT_NAME = "scoring_contract.json"
 FINGERPRINT_NAME = "model_fingerprint.json"
 _LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
-# Values that NeMo uses for keys that its file omits. Archives of this package have all of these
-# keys.
+# NeMo's defaults for keys that are missing in ``model_config.yaml``. Archives of this package have
+# all of these keys.
 _NEMO_DEFAULTS = {
     "normalization": "layernorm",
     "activation": "gelu",
@@ -122,7 +122,7 @@ class NemoFolder:
 
     @property
     def vocab_size_source(self) -> str:
-        """What sets the vocabulary's size, for errors: "by vocab_size", or "by its tokenizer"."""
+        """What sets the vocabulary's size, for errors: "by vocab_size" or "by its tokenizer"."""
         return self._vocabulary[1]
 
     @property
@@ -214,7 +214,7 @@ class NemoFolder:
         """Return the first of ``folders`` that has a tokenizer.
 
         Args:
-            usual: the place where a tokenizer normally is, for the error.
+            usual: where a tokenizer normally is, for the error if no folder has one.
         """
         for folder in folders:
             if (folder / "tokenizer.json").is_file():
@@ -239,7 +239,8 @@ class NemoFolder:
 class Nemo2Folder(NemoFolder):
     """A checkpoint of NeMo 2, with the folders ``weights/`` and ``context/``.
 
-    nemo-run's YAML is read as data; no code runs.
+    Its settings are YAML that names Python classes (written by nemo-run). It is read as plain data,
+    and no code runs.
     """
 
     @property
@@ -292,7 +293,7 @@ class MegatronFolder(NemoFolder):
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a plain setting unchanged, and any other object, such as a tensor, as a string.
+    """Return a plain value (number, text, list) unchanged, and any other as a string.
 
     No setting accepts such a string, so later checks reject it with an error.
     """
@@ -325,12 +326,12 @@ def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Return the class that reads a checkpoint's format, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Check for a training run of this package first: it also has torch_dist files, so it would look
-    # like a checkpoint of Megatron.
+    # Check for a training run of this package first: its files would look like a Megatron
+    # checkpoint's.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
-    # A user may pass the folder that contains iter_0000100/.
+    # The user may have passed the folder above iter_0000100/. A file in it names the latest step.
     if (root / _TRACKER).is_file():
         return MegatronFolder, _check_exists(root / _read_tracker(root), source)
     if any((root / name).is_file() for name in (_RUN_CONFIG, COMMON_NAME, INDEX_NAME)):

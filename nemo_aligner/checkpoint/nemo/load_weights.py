@@ -62,11 +62,11 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
-    """Check that exactly the weights of a model of this shape are stored, with the right sizes.
+    """Check that the stored weights are exactly those of a model of this shape, with its sizes.
 
     A surplus weight, such as a bias, means that the checkpoint holds another kind of model.
     """
-    folder.store.check_data(read=False)  # check_data finds missing files and shards
+    folder.store.check_data(read=False)  # raises if a file or a shard is missing
     stored, outside, inside = folder.tensors, model_tensors(shape), Shapes()
     if shape.is_uniform:
         inside = layer_tensors(shape)
@@ -184,13 +184,13 @@ def _read_unsharded(folder: NemoFolder, name: str) -> Tensor:
     return folder.store.load(request)[key]
 
 
-# The code below reads tensors lazily, for conversions.
+# Lazy tensors, whose data is read when a conversion writes them.
 
 
 def lazy_decoder(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return lazy tensors of the decoder, without padding rows, and with LoRA folded in.
+    """Return lazy tensors of the decoder, without vocabulary padding, and with LoRA folded in.
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
@@ -235,9 +235,9 @@ def lazy_decoder(
 
 
 def lazy_tensor(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
-    """Return a tensor of an opened checkpoint that is read later, when a conversion writes it.
+    """Return a tensor of an opened checkpoint whose data is read only when a conversion writes it.
 
-    With ``layer``, return that layer of a tensor that stacks all layers.
+    With ``layer``, return only this layer's slice of a tensor that stacks all layers.
     """
     size, dtype = folder.tensors[name]
     size = size if layer is None else size[1:]

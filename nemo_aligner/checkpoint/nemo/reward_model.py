@@ -186,7 +186,7 @@ def load_pretrained(
     ``build_reward_model`` explains the other arguments.
 
     Args:
-        new_head: train a new head, and ignore the archive's.
+        new_head: train a new head, and ignore the head in the archive.
         head: settings of the reward head; None or defaults keep the layers of the archive's head.
         lora: the LoRA adapters to train; None folds the archive's adapters into the weights.
 
@@ -264,7 +264,7 @@ def reward_model_of(
     precision: Precision | None = None,
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
-    """Load a finished reward model from an open archive; ``load_reward_model`` opens it first."""
+    """Do what ``load_reward_model`` does, with an archive that is already open; collective."""
     loaded = reward_model_without_weights(
         folder, layout, precision, pointwise_kernels=pointwise_kernels
     )
@@ -297,7 +297,7 @@ def reward_model_without_weights(
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    # Called only for its error if the model does not support this length.
+    # Call this only for its error: it raises if the model's RoPE does not support this length.
     shape.length_dependent_rope(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD}), wanted one")
@@ -341,7 +341,7 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     with explaining_full_disk(path):
         on_main(lambda: _make_staging(staging, tokenizer))
-    # Stack the layers under one key, as archives do; a run's checkpoint has a key for each layer.
+    # By default Megatron stacks all layers under one key, as archives do.
     weights = model.sharded_state_dict(prefix=PREFIX)
     weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
     if contract is None:
@@ -527,7 +527,7 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
 def _check_same_outputs(
     contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
 ) -> None:
-    """Raise ConfigError if the heads read other tokens or if their outputs differ in meaning."""
+    """Raise ConfigError if the heads read different tokens or have different kinds of outputs."""
     if other.scored_position != contract.scored_position:
         raise ConfigError(
             f"{location}: got a head that reads {other.scored_position}, wanted "
@@ -545,7 +545,7 @@ def _check_same_outputs(
         )
 
 
-# The code below reads the tokenizer and the scoring contract, or builds a contract from settings.
+# Tokenizer and scoring contract: read from a checkpoint, or the contract built from settings.
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

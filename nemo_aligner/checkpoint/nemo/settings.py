@@ -48,8 +48,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
 }
-# Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
-# (MoE) model, of linear and of latent attention have other shapes in Megatron's checkpoints.
+# Settings that are supported only in archives of this package. In checkpoints of Megatron, the
+# tensors of mixture-of-experts (MoE) layers, of linear and of latent attention have other shapes.
 _SUPPORTED_IN_ARCHIVES = (
     "num_moe_experts",
     "attention_output_gate",
@@ -66,8 +66,8 @@ _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
-# Keys that are supported at the top level of NeMo 1's config, but not in its section for
-# megatron-core (``mcore_customization_config``).
+# Keys that are supported at the top level of NeMo 1's config, but not in its section
+# ``mcore_customization_config``, with the values that switch each of them off.
 _UNSUPPORTED_IN_SECTION: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "window_attn_skip_freq": (None,),
@@ -100,8 +100,8 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     """
     class_settings = _read_gemma_settings(model, location)
     _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, location)
-    # Biases of all linear layers are supported in archives of this package only. megatron-core's
-    # default is to have them.
+    # megatron-core's linear layers have biases by default, but they are supported only in archives
+    # of this package.
     biases = {"add_bias_linear": model.get("add_bias_linear", True)}
     _check_neutral({"add_bias_linear": (False,)}, biases, location)
     gated = bool(model.get("gated_linear_unit"))
@@ -148,7 +148,10 @@ def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
     model["rope_scaling"] = arguments.get("use_rope_scaling")
     if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
-        raise CheckpointError(f"{location}: args: quick_geglu and openai_gelu are not supported")
+        raise CheckpointError(
+            f"{location}: args: quick_geglu or openai_gelu is set, an activation that is not "
+            "supported"
+        )
     return from_transformer_config(model, f"{location}: args")
 
 

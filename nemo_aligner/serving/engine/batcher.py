@@ -36,7 +36,7 @@ _GATHER = 0.05
 
 
 class _Request:
-    """The rows of one request, their results so far, and the future of all results."""
+    """The rows of one request, their results so far, and the future on which its sender waits."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -58,7 +58,7 @@ class _QueuedRow(NamedTuple):
 
 
 class _Call:
-    """A call of the model that is running, or ready to follow the running one."""
+    """One call of the model (a batch of rows): the running one, or the one that follows it."""
 
     def __init__(self, rows: list[_QueuedRow], outputs: Future[list[np.ndarray]]) -> None:
         self.rows, self.outputs = rows, outputs
@@ -94,8 +94,8 @@ class Batcher:
 
     While a call runs, the next one is prepared if it is full. If it is not full, it waits for more
     rows until the model is free. If many rows were just answered, it waits a moment longer: their
-    clients send new requests one after the other. Without the wait, the first of these requests
-    would be computed alone while all others wait.
+    clients send new requests one after the other. Without this wait, the first new request would be
+    computed alone, while all others would have to wait for the next call.
 
     A request whose future is cancelled leaves the queue; a running call continues.
     """
@@ -175,7 +175,7 @@ class Batcher:
             call.cancel_if_unneeded()
 
     def _end_request(self, request: _Request) -> None:
-        """Mark a request as over, and remove its waiting rows; the caller holds the lock."""
+        """Mark a request as over, and drop its waiting rows; the caller holds the lock."""
         request.is_over = True
         if request in self._waiting:
             del self._waiting[request]
@@ -188,10 +188,10 @@ class Batcher:
         self._changed.wait_for(condition, timeout)
 
     def _notify(self) -> None:
-        """Wake the batcher's thread if the condition that it waits for holds; needs the lock.
+        """Wake the batcher's thread if what it waits for has happened; the caller holds the lock.
 
-        If every request woke the thread, it would use a fifth of the interpreter's time only to go
-        to sleep again.
+        If every request woke the thread without need, waking would take a fifth of the
+        interpreter's time (with 64 clients).
         """
         if self._awaited():
             self._changed.notify()
@@ -310,8 +310,9 @@ class Batcher:
         self._set_results(call, arrays)
 
     def _measure(self, call: _Call) -> float:
-        """Add an ended call to the statistics, and return the seconds that the model took."""
-        # The call may have been prepared while another one ran; then it began when that one ended.
+        """Add an ended call to the statistics; return the seconds that its computation took."""
+        # The model computes one call at a time. If this call was submitted while another one ran,
+        # it started only when that one ended.
         started = max(call.begun, self._last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
         self._last_seconds = self._last_end - call.begun
@@ -512,7 +513,8 @@ class ReadWriteLock:
 
     def _begin_next(self) -> None:
         while (work := self._pop_next()) is not None:
-            # From here on, nobody can cancel exclusive work.
+            # After set_running_or_notify_cancel returns True, exclusive work can no longer be
+            # cancelled.
             if work.is_exclusive and not work.answer.set_running_or_notify_cancel():
                 self._release()
                 continue
@@ -538,7 +540,7 @@ class ReadWriteLock:
     def _end(self, work: _Work, result: Future[Any]) -> None:
         self._release()
         self._begin_next()
-        # Shared work may have been cancelled together with its answer.
+        # The sender may have cancelled shared work while it ran; then nobody waits for the result.
         if not work.is_exclusive and not work.answer.set_running_or_notify_cancel():
             return
         error = result.exception()

@@ -1,8 +1,9 @@
 """Run an operation on all ranks at once: rank 0 leads, and the workers follow.
 
-Two gloo groups are used in addition to the model's groups. *Work* carries the calls and has no time
-limit. *Pulse* exchanges a heartbeat every few seconds in another thread. So all ranks notice within
-seconds if one of them has died or frozen, even during a forward pass or without requests.
+Two gloo process groups are used in addition to the model's. Over the group *work*, rank 0 sends the
+calls, without a time limit. Over the group *pulse*, all ranks exchange a heartbeat every few
+seconds, in another thread. So they notice within seconds if one of them has died or frozen, even
+during a forward pass or without requests.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """An asynchronous operation on the GPU: the next one may begin while this one still runs.
+    """An operation that returns while the GPU still computes, so that the next one may begin.
 
     ``begin`` takes the operation's arguments, and is collective: every rank calls it.
     """
@@ -236,7 +237,8 @@ class ModelRanks:
 
     def _send_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
         if self.world_size > 1:
-            # Both tensors are built before the first is sent, so that nothing fails in between.
+            # Build both tensors before sending the first, so that workers never wait for a second
+            # that failed.
             payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
             # Workers need the size before they can receive the payload; size 0 ends them.
             header = torch.tensor([payload.numel()], dtype=torch.int64)
@@ -270,7 +272,7 @@ class ModelRanks:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Mark the ranks as lost if a control message fails, because their calls then differ."""
+        """Mark the ranks as lost if a message between them fails: their calls may differ now."""
         try:
             yield
         except Exception as error:
@@ -290,7 +292,7 @@ class ModelRanks:
             return _Begun(call, _failed_arrival(caught), answer)
 
     def _end(self, begun: _Begun, is_followed: bool = False) -> bool:
-        """Wait for a call, and exchange errors with all ranks, so that they stay in step.
+        """Wait for a call, and exchange errors, so that all ranks know if it has failed.
 
         Args:
             begun: the call.
@@ -306,8 +308,8 @@ class ModelRanks:
             error = caught
             logger.exception("rank %d could not %s", self.rank, begun.call[0])
             self._fail_if_device_is_lost()
-        # Exchange errors even if the call succeeded on this rank: it may have failed on another
-        # one, and all ranks must then reset their caches and drop the next call.
+        # Exchange errors even if the call succeeded on this rank: if it failed on another one, all
+        # ranks must reset their caches and drop the next call.
         try:
             errors = self._acknowledge(error)
         except RanksLostError:
@@ -323,8 +325,8 @@ class ModelRanks:
             if failed is not None:
                 failed.__cause__ = error
             self._set_answer(begun.answer, result, failed)
-        # Memory is checked after the answer, so that no request waits for it: reading /proc takes
-        # up to a quarter of a millisecond.
+        # Check the memory after the answer, so that no request waits for it: reading /proc takes up
+        # to 0.25 ms.
         self._freed.end_step()
         return not errors
 

@@ -38,7 +38,8 @@ class ModelPace:
     def needs(self, seconds: float) -> bool:
         """Tell whether to add a call of ``seconds`` to the estimate.
 
-        Short calls are not needed while the estimate does not limit the number of tokens.
+        While the limit is only ``most_tokens``, short calls are not needed: they are far from too
+        slow.
         """
         is_limited = self.limit < self._most_tokens
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)

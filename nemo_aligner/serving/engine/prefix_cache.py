@@ -4,12 +4,14 @@ Keys and values are cached in blocks of 16 tokens. A block is identified by its 
 its own token ids. The ids themselves are compared, so no hash collision can change a score. The
 least recently used blocks are evicted first. Of one sequence, the last block is evicted first.
 
-A layer with linear attention has no keys and values but a state, which is as large as those of many
-tokens. So states are cached only behind chunks of 64 tokens where a sample ended or where samples
-branched: "snapshots". A model with such layers continues a sample from the last snapshot in its
-cached blocks, and computes the blocks behind the snapshot again. Snapshots have their own capacity;
-the least recently used ones are evicted first. The first use of a snapshot where a sample ended
-does not count, because it is mostly the next turn of a dialogue, which leaves its own snapshot.
+A layer with linear attention has a recurrent state instead of keys and values. The states of all
+such layers after a token are a "snapshot". It is as large as the keys and values of many tokens, so
+snapshots are cached only where a sample ended or where samples branched, each time after the last
+whole chunk of 64 tokens. A model with such layers continues a sample from the last snapshot in its
+cached blocks, and computes all later tokens again. Snapshots have their own capacity, and the least
+recently used one is evicted first. If a snapshot was stored at a sample's end, its first use does
+not make it recently used: that use is mostly the next turn of a dialogue, which stores a later
+snapshot.
 
 If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
 too, so that the next turn of a dialogue costs only its own tokens.
@@ -55,11 +57,13 @@ class BlockTable:
         cached: cached blocks at the beginning of the sequence, which need not be computed.
         first_new: index in the sequence of the first block that it computes and caches.
         new: blocks that the sequence computes and caches, from ``first_new`` on.
-        path: all blocks of the sequence. Blocks between ``cached`` and ``new`` are computed by
-            another sequence of the same call, or are cached but have no snapshot behind them.
-        state: slot of the snapshot behind ``cached``; None in a model without linear attention.
-        new_states: ``(tokens, slot)`` of each snapshot that the sequence computes and caches,
-            behind its first ``tokens`` tokens.
+        path: all blocks of the sequence. Blocks after ``cached`` that are not in ``new`` are
+            computed by another sequence of the same call, or are cached, but no snapshot follows
+            them.
+        state: slot of the snapshot at the end of ``cached``; None if ``cached`` is empty, or in a
+            model without linear attention.
+        new_states: pairs ``(tokens, slot)``: the sequence stores a snapshot after its first
+            ``tokens`` tokens in ``slot``.
     """
 
     cached: tuple[int, ...]
@@ -71,10 +75,10 @@ class BlockTable:
 
 
 def _root_of(rotation: int) -> int:
-    """Return the id that a first block has as its preceding block.
+    """Return the id that stands for "no preceding block" in the key of a sequence's first block.
 
-    The id depends on ``rotation``, which selects the RoPE of a sequence, so that sequences with
-    different RoPE share no blocks.
+    The id depends on ``rotation``, the number that selects a sequence's RoPE, so that sequences
+    with different RoPE share no blocks.
     """
     return _NONE - rotation
 
@@ -85,9 +89,10 @@ def as_key(tokens: np.ndarray) -> bytes:
 
 
 class BlockManager:
-    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks.
+    """Decides which block of tokens is in which place of a pool of ``capacity`` blocks.
 
-    ``states`` is the number of snapshots in the pool; None for a model without linear attention.
+    ``states`` is the number of snapshots for which the pool has room; None for a model without
+    linear attention.
     """
 
     def __init__(self, capacity: int, states: int | None = None) -> None:
@@ -98,16 +103,17 @@ class BlockManager:
     def clear(self) -> None:
         """Evict all blocks."""
         self._blocks: dict[tuple[int, bytes], int] = {}
-        # block -> (id of the preceding block, token ids), the least recently used first; in this
-        # order, a block comes before its preceding block, so that it is evicted first
+        # block -> (id of the preceding block, token ids), in the order of eviction: the least
+        # recently used first, and a block before its preceding block
         self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         # block -> position in the block -> outputs of the head at that token
         self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
-        # the block in front of a snapshot -> the snapshot's slot, the least recently used first
+        # last block before a snapshot -> the snapshot's slot, the least recently used first
         self._states: OrderedDict[int, int] = OrderedDict()
         self._free_states = list(range((self._state_capacity or 0) - 1, -1, -1))
-        # blocks in front of snapshots behind which samples branched
+        # the keys of ``_states`` whose snapshots count as used: samples branched there, or one was
+        # read
         self._branches: set[int] = set()
 
     def __len__(self) -> int:
@@ -119,7 +125,7 @@ class BlockManager:
         The block with the last token is not included, because the last token is always computed.
         The blocks end before the first position of ``reads`` whose outputs are not cached.
         Sequences with another ``rotation`` (see ``ModelShape``) have other blocks. In a model with
-        linear attention, the blocks end at a snapshot.
+        linear attention, only blocks up to the last snapshot are returned.
         """
         return self._until_state(self._match(key, reads, rotation))
 
@@ -130,14 +136,14 @@ class BlockManager:
         return cached[: next((end for end in ends if cached[end - 1] in self._states), 0)]
 
     def _match(self, key: bytes, reads: Sequence[int], rotation: int) -> tuple[int, ...]:
-        """Find what ``find`` finds, but whether or not there is a snapshot."""
+        """Find the cached blocks as ``find`` does, but do not require a snapshot at their end."""
         cached: list[int] = []
         block = _root_of(rotation)
         positions: dict[int, list[int]] = {}
         for position in reads:
             positions.setdefault(position // BLOCK_TOKENS, []).append(position % BLOCK_TOKENS)
-        # The block with the last token is skipped, because the head reads the hidden state of that
-        # token, so it must be computed.
+        # Stop before the block with the last token: the head reads this token's hidden state, so it
+        # is always computed.
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
             child = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
             if child is None:
@@ -194,8 +200,8 @@ class BlockManager:
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned, rotations)
-        # The last block of a path is marked as used first, so it is evicted before its preceding
-        # blocks. Without those, no lookup could find it any more.
+        # Mark a path's last block as used first, so that it is evicted before its preceding blocks:
+        # without these, no lookup could find it.
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
@@ -219,15 +225,15 @@ class BlockManager:
         paths: Sequence[Sequence[int]],
         new: Sequence[Mapping[int, int]],
     ) -> list[list[tuple[int, int]]]:
-        """Place a snapshot where each sequence leaves a path of others, and where it ends.
+        """Choose where each sequence stores snapshots: where it branches, and at its end.
 
-        A snapshot is behind the last whole chunk there. It is on the sequence's path and behind
-        the sequence's cached blocks, so that the sequence computes it. Branches are placed first:
-        if there is too little room for all, they are more probably read again.
+        A snapshot is stored after the last whole chunk of 64 tokens before that point, if the
+        sequence computes this chunk. Branches come first: if there is no room for all, they are
+        more likely to be used again.
 
         Args:
-            keys, cached, paths, new: for each sequence its token ids, what ``_until_state`` and
-                ``_extend`` return, and its path.
+            keys, cached, paths, new: for each sequence its token ids, its cached blocks
+                (``_until_state``), all its blocks, and the blocks that it adds (``_extend``).
 
         Returns:
             For each sequence ``BlockTable.new_states``.
@@ -242,8 +248,9 @@ class BlockManager:
             self._branches.add(block)
         pinned = set(used)
         branches = [[min(added, default=0) // _CHUNK_BLOCKS] for added in new]
-        # A sample's last chunk may end with the sample. Then the same sample, scored again, needs
-        # the snapshot in front of that chunk, and a longer sample the one behind it.
+        # If a sample's last chunk ends exactly with the sample, store snapshots before and after
+        # it: the same sample, scored again, needs the first (its last token is computed), a longer
+        # one the second.
         lengths = [len(key) // _TOKEN_BYTES for key in keys]
         ends = [[(length - 1) // CHUNK_TOKENS, length // CHUNK_TOKENS] for length in lengths]
         for is_branch, chunks_of in ((True, branches), (False, ends)):
@@ -261,11 +268,11 @@ class BlockManager:
         return placed
 
     def _place_state(self, block: int, pinned: set[int]) -> int | None:
-        """Place the snapshot behind ``block``, evicting the least recently used one if necessary.
+        """Reserve a slot for the snapshot after ``block``; evict another one if necessary.
 
         Returns:
-            Its slot; None if there is a snapshot already, or if the call uses all slots: those of
-            the snapshots behind ``pinned``.
+            The slot. None if there is a snapshot after ``block`` already, or if the call itself
+            uses all snapshots (those after the blocks ``pinned``).
         """
         if block in self._states:
             return None
@@ -279,7 +286,7 @@ class BlockManager:
         return slot
 
     def _evict_state(self, block: int) -> None:
-        """Evict the snapshot behind ``block``, if there is one."""
+        """Evict the snapshot after ``block``, if there is one."""
         if block in self._states:
             self._free_states.append(self._states.pop(block))
         self._branches.discard(block)
@@ -333,8 +340,8 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            # The blocks that this call uses were moved to the end, so if the first one is among
-            # them, all are.
+            # This call has moved all blocks that it uses to the end. So if even the first block is
+            # pinned, all blocks are.
             block = next(iter(self._keys), _NONE)
             if block == _NONE or block in pinned:
                 return None
@@ -348,14 +355,14 @@ class BlockManager:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What one call of the model computes, and what it takes from the cache.
+    """What one call of the model computes, and what it reads from the cache.
 
     A call reads the head's K outputs at S positions: its result is ``[S, K]``.
 
     Attributes:
         packs: packs of sequences that this replica computes.
         num_computed: tokens that all replicas compute.
-        num_cached: tokens of all sequences that need not be computed.
+        num_cached: tokens of all sequences that are not computed, because they are cached.
         cached_outputs: row of the result -> the cached outputs ``[K]`` for it.
         keep: function that stores the result ``[S, K]`` in the cache.
     """
@@ -399,7 +406,7 @@ class PrefixCache:
         self.slots = blocks * BLOCK_TOKENS
 
     def reset_cache(self) -> None:
-        """Evict all blocks, because a planned call may have failed to compute them."""
+        """Evict all blocks: a failed call may not have computed those that it was to add."""
         for manager in self._managers:
             manager.clear()
 
@@ -408,7 +415,7 @@ class PrefixCache:
     ) -> CallPlan:
         """Plan which packs (sequences concatenated for one forward pass) this replica computes.
 
-        The blocks that they compute count as cached from now on.
+        From now on, later plans treat the blocks that these packs compute as cached.
 
         Args:
             sequences: ``[tokens]`` token ids of each sample.

@@ -172,12 +172,12 @@ class RewardScorer:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes that the prefix cache takes on this rank."""
+        """Bytes of this rank's memory that the prefix cache takes."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     @property
     def num_cached_states(self) -> int:
-        """Snapshots that the prefix cache has room for; 0 in a model without linear attention."""
+        """Number of snapshots for which the prefix cache has room; 0 without linear attention."""
         states = None if self._pool is None else self._pool.states
         return 0 if states is None else states.slots
 
@@ -200,13 +200,13 @@ class RewardScorer:
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # Drop what the warm-up cached and counted: no real sample begins with its tokens, and the
-        # counts must only have requests.
+        # Drop what the warm-up has cached and counted: no real sample begins with its tokens, and
+        # the counts are about requests only.
         self.reset_cache()
         self.counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
-        """Return the text that the contract's chat template writes after a reply.
+        """Return what the contract's chat template writes after a reply (the end of its turn).
 
         None if there is none.
         """
@@ -287,8 +287,8 @@ class RewardScorer:
         with self._resetting_cache_on_failure():
             arriving = self._score(sequences, reads)
             if reads is not None:
-                # Wait here: the outputs at turns or steps must be cached before another call is
-                # planned, which may evict their blocks.
+                # Wait for the device here: this call's outputs at turns or steps must be cached
+                # before the next call is planned, which may evict their blocks.
                 return Arriving.now(arriving.wait())
 
         def wait() -> np.ndarray:
@@ -301,7 +301,7 @@ class RewardScorer:
     def _resetting_cache_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # also Ctrl-C: blocks count as cached, but may not be computed
+        except BaseException:  # also Ctrl-C: blocks that count as cached may be missing
             self.reset_cache()
             raise
 
@@ -455,12 +455,12 @@ class RewardEnsemble:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes that the prefix caches take on this rank."""
+        """Bytes of this rank's memory that the prefix caches of all models take."""
         return sum(member.prefix_cache_bytes for member in self._members)
 
     @property
     def num_cached_states(self) -> int:
-        """Snapshots that the prefix caches have room for, of all models."""
+        """Number of snapshots for which the prefix caches of all models have room, added up."""
         return sum(member.num_cached_states for member in self._members)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:

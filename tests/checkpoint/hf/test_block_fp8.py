@@ -82,7 +82,7 @@ def test_checkpoint_of_fp8_blocks_is_converted_in_bf16(tmp_path: Path) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"weight_block_size": None}, "got fp8 with weight_block_size=None and fmt='e4m3', wanted"),
+    ({"weight_block_size": None}, "got fp8 with weight_block_size=None and fmt='e4m3'; only"),
     ({"weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\]"),
     ({"weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt='e5m2'"),
     ({"weight_block_size": [128, 128]}, "wanted a matrix with a scale for each block of 128 x 128"),

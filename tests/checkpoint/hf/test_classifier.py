@@ -93,11 +93,11 @@ def test_contract_that_is_not_of_the_export_is_refused(exported_folder: Path) ->
         (partial(edit, name="scoring_contract.json", seq_length=9), "was changed after"),
         (
             partial(edit, id2label={"0": "a", "1": "b"}, label_means=None),
-            "id2label: the folder has",
+            "id2label: the model has",
         ),
         (
             partial(edit, name="tokenizer.json", normalizer={"type": "NFC"}),
-            "fingerprint: the folder has",
+            "fingerprint: the model has",
         ),
     ]
     check_damages(exported_folder / "hf", damages, load, AlignerError)

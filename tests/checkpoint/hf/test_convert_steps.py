@@ -147,7 +147,9 @@ def test_token_classifier_has_its_output_behind_every_step(
     exported = check_comes_back(tmp_path, head)
     assert exported["architectures"] == [f"{decoder}ForTokenClassification"]
     assert exported["problem_type"] is None, "vLLM takes the softmax of both outputs"
-    with pytest.raises(CheckpointError, match=r"its head reads steps or means, .*convert"):
+    with pytest.raises(
+        CheckpointError, match=r"its head reads steps or the mean of a response, .*convert"
+    ):
         load_hf_reward_model(str(folder), None, 512)
 
 

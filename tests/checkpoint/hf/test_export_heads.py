@@ -121,9 +121,13 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
             {"head": "v_head.summary"},
             "for 2 outputs, but a value head has only one",
         ),
-        ("several attributes", {"head": "score.2"}, "got 'score.2' for a head of one matrix"),
-        ("two layers", {"head": "score"}, "got 'score' for a head of two layers, wanted score.2"),
-        ("bins with a bias", {}, "head: got score for a head of bins that has a bias"),
+        (
+            "several attributes",
+            {"head": "score.2"},
+            "got 'score.2', but the model's head, which has one matrix",
+        ),
+        ("two layers", {"head": "score"}, "has two layers, can only be exported as score.2"),
+        ("bins with a bias", {}, "head: got score, a form without biases, but"),
         (
             "probabilities",
             {"merge": True},
@@ -137,7 +141,7 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
         (
             "the mean of a reply",
             {"head": "score"},
-            "for a head that reads means, wanted score.bias",
+            "a head that reads means can only be exported as score.bias",
         ),
     ):
         archive = tmp_path / f"{name}.nemo"
@@ -176,7 +180,7 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     summary = str(ours.export(tmp_path / "out", dtype=dtype))
     assert "pass the text before a response as prompt" in summary
     assert config_of(tmp_path / "out")["architectures"] == ["LlamaModel"]
-    with pytest.raises(AlignerError, match=r"reads steps or means, .*convert"):
+    with pytest.raises(AlignerError, match=r"reads steps or the mean of a response, .*convert"):
         na.RewardModel.from_pretrained(hf_model=tmp_path / "out")
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
@@ -391,8 +395,8 @@ def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
     ):
         assert gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": pre_tokenizer}) == cut
     for model, settings, message in (
-        ({**bpe, "byte_fallback": True}, {}, "wanted byte-level BPE"),
-        ({"type": "Unigram"}, {}, "got 'Unigram', wanted byte-level BPE"),
+        ({**bpe, "byte_fallback": True}, {}, "wanted BPE on bytes"),
+        ({"type": "Unigram"}, {}, "got 'Unigram', wanted BPE on bytes"),
         (bpe, {"normalizer": {"type": "Lowercase"}}, "normalizer: got"),
         (bpe, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
         (bpe, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),

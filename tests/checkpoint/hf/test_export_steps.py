@@ -193,7 +193,7 @@ def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:
             "one matrix",
             "llama",
             {"head": "score"},
-            "for a head that reads steps, wanted score.bias",
+            "a head that reads steps can only be exported as score.bias",
         ),
     ):
         archive = tmp_path / f"{name}.nemo"

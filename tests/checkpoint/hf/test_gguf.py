@@ -267,7 +267,7 @@ def test_gguf_of_no_family_or_with_damage_is_refused(tmp_path: Path) -> None:
             ("renamed", r"blk\.0\.attn_k_norm\.weight': a qwen2 model has no such"),
             ("other", r"other\.gguf: general\.architecture: got 'falcon', wanted one of: llama"),
             ("broken", r"broken\.gguf"),
-            ("nowhere", r"nowhere\.gguf: no such file"),
+            ("nowhere", r"nowhere\.gguf: there is no such file"),
         ):
             with refused(name, pattern):
                 convert(tmp_path / f"{name}.gguf", tmp_path / "base.nemo")

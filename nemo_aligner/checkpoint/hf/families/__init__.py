@@ -2,7 +2,7 @@
 
 - ``base``: ``ModelFamily``, the rules for its tensors (``Rule``), and its names in GGUF files.
 - ``query_groups``: Megatron's order of queries, keys and values, and added query groups of zeros.
-- ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
+- ``settings``: translation of settings that several families have: sizes, RoPE, windows.
 - ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
@@ -69,7 +69,8 @@ from nemo_aligner.checkpoint.hf.families.unsupported import unsupported_model
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# In order of preference: a decoder is exported as the first family that it fits.
+# The order matters: if a NeMo config names no family, the model is exported as the first family
+# that fits it.
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
@@ -119,7 +120,7 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family from another package, for this process.
+    """Add a family that another package defines; it is known until this process ends.
 
     If the NeMo configs of the family also fit another family, ``family.to_nemo`` must write the
     family's name under ``NAME_KEY``. Otherwise an export would use the other family.
@@ -143,7 +144,8 @@ def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
         config: the whole ``config.json``, from which the error tells what the model lacks.
 
     Raises:
-        CheckpointError: there is no such family. The message tells why, and which are near.
+        CheckpointError: there is no such family. The message tells why, and names families with
+            similar settings.
     """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise unsupported_model(model_type, config or {}, _FAMILIES)
@@ -169,8 +171,8 @@ def check_gguf_architecture(architecture: Any) -> None:
 def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat]:
     """Find the family of a GGUF file by its metadata fields.
 
-    If two families share an architecture, the field ``GgufFormat.marked_by`` tells their files
-    apart.
+    If two families have the same ``general.architecture``, only the files of one of them have the
+    field ``GgufFormat.marked_by``.
     """
     architecture = fields.get("general.architecture")
     check_gguf_architecture(architecture)
@@ -181,7 +183,8 @@ def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat
             continue
         if gguf.marked_by is None:
             unmarked = family, gguf
-        # The field ``marked_by`` is 0 or missing in files of the other family.
+        # Files of the other family with this architecture lack the field ``marked_by``, or have a 0
+        # in it.
         elif fields.get(f"{architecture}.{gguf.marked_by}"):
             return family, gguf
     assert unmarked is not None, "every architecture has a family without a mark"
@@ -190,7 +193,7 @@ def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat
 
 
 def family_of(config: Config) -> ModelFamily:
-    """Find the family of a NeMo config: the one it names, or the first that the decoder fits.
+    """Find the family of a NeMo config: the family that it names, or the first one that fits.
 
     Raises:
         CheckpointError: the decoder fits no family; the message says how it differs from Llama's.

@@ -13,7 +13,7 @@ from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 
-# Used by transformers' class if the config has no RoPE settings.
+# RoPE settings that transformers' class uses if ``config.json`` has none.
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12000000.0,
@@ -40,9 +40,9 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _scalars_rule(megatron: str, *hf: str) -> Rule:
-    """Build the rule for scalars that Megatron stores as one tensor ``[len(hf)]``.
+    """Build the rule for xIELU's scalars, which Megatron stores as one tensor ``[len(hf)]``.
 
-    transformers stores a parameter as ``[1]`` and a constant as ``[]``.
+    transformers stores each scalar by itself: learned ones as ``[1]``, constants as ``[]``.
     """
     is_learned = megatron.endswith("alpha")
 

@@ -42,14 +42,16 @@ class Rule:
     Attributes:
         megatron: name of the Megatron tensor, without prefixes.
         hf: names of the Hugging Face tensors.
-        join: joins the Hugging Face tensors to the Megatron tensor. Like ``split``, it gets the
-            NeMo config without added query groups.
-        split: splits the Megatron tensor into the Hugging Face tensors.
-        is_by_group: the first axis of the tensor is divided into query groups. The tensors in
-            ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
-            query groups, although its name is one of these.
-        dtype: dtype of the tensor in every checkpoint; None is the dtype of the model's weights.
-        is_in: tells from the NeMo config if a model has the tensor.
+        join: function that joins the Hugging Face tensors to the Megatron tensor. Its second
+            argument is the NeMo config, in which added query groups of zeros do not count.
+        split: function that splits the Megatron tensor into the Hugging Face tensors; same second
+            argument as ``join``.
+        is_by_group: True if the first axis of the tensor is divided into query groups. Tensors
+            whose names are in ``_GROUP_AXES`` need no True. None means that the tensor has no query
+            groups although its name is in ``_GROUP_AXES``.
+        dtype: dtype that the tensor has in every checkpoint; None means the dtype of the model's
+            other weights.
+        is_in: function of the NeMo config that tells if the model has the tensor.
     """
 
     megatron: str
@@ -91,7 +93,7 @@ def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> R
 def stacked_rule(megatron: str, *hf: str) -> Rule:
     """Build the rule for tensors of equal size that Megatron concatenates along the first axis.
 
-    Such tensors are an MLP's gate and up projections.
+    Megatron stores, for example, the gate and up projections of an MLP in one tensor.
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
@@ -104,7 +106,7 @@ def stacked_rule(megatron: str, *hf: str) -> Rule:
 
 
 def experts_rule(megatron: str, *hf: str) -> Rule:
-    """Build the rule for the matrices of all experts, which Megatron stores as ``[E, ..., in]``.
+    """Build the rule that stacks the matrices of all E experts into one tensor ``[E, ..., in]``.
 
     Args:
         hf: names of one expert's matrices, with EXPERT for its number. Several matrices, such as
@@ -113,7 +115,8 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # The tensors are ordered by expert, and within an expert as in ``hf``.
+        # ``tensors`` has the matrices of the first expert, in the order of ``hf``, then those of
+        # the second expert, and so on.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -123,10 +126,11 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     return Rule(megatron, hf, join, split)
 
 
-# Stands for the number of an expert in the names of a rule.
+# Placeholder in a rule's tensor names for the number of an expert.
 EXPERT = "{expert}"
-# Stands for the layers behind the decoder's last one, which predict further tokens in training
-# (DeepSeek-V3's multi-token prediction).
+# Value of ``ModelFamily.dropped`` for the layers that follow the decoder's last layer. They predict
+# further tokens in training (DeepSeek-V3's multi-token prediction), and have the next layer
+# numbers.
 MTP_LAYERS = "model.layers.{mtp}."
 
 
@@ -171,8 +175,8 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
 def gated_qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
     """Build the rule for queries with output gates, keys and values.
 
-    Hugging Face has for each head its query and its gate. Megatron has for each query group its
-    queries, its gates, its key and its value.
+    Rows in Hugging Face's query tensor: for each head its query, then its gate. Rows in Megatron:
+    for each query group its queries, its gates, its key and its value.
     """
 
     def counts(config: Config) -> tuple[int, int, int]:
@@ -215,7 +219,7 @@ def fused_qkv_rule(megatron: str, fused: str) -> Rule:
 
 
 def interleaved(rule: Rule) -> Rule:
-    """Change a ``qkv_rule`` for a family whose RoPE rotates pairs of neighbouring channels.
+    """Change a rule for q, k and v for a family whose RoPE rotates pairs of neighbouring channels.
 
     Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. The changed rule moves
     these to channels ``i`` and ``i + r``, which Megatron rotates together if RoPE is applied to
@@ -242,7 +246,7 @@ def interleaved(rule: Rule) -> Rule:
     return replace(rule, join=join, split=split)
 
 
-# Rules for tensors that have the same names in several families.
+# Names and rules of tensors that several families share.
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -302,8 +306,8 @@ def layer_rules_with(
 ) -> tuple[Rule, ...]:
     """Build the rules of a layer with Llama's names and Llama's order of norms and blocks.
 
-    Llama has one norm before attention and one before the MLP. The arguments are the parts in which
-    other families differ.
+    Llama has one norm before attention and one before the MLP. Other families pass the parts in
+    which they differ as arguments.
 
     Args:
         norm: builds the rule of one norm from its Megatron name and its Hugging Face name.
@@ -320,7 +324,8 @@ def layer_rules_with(
 
 
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
-# The rules of Llama's MLP and of the norm before it.
+# Rules of Llama's MLP and of the norm before it, for layers without experts in mixture-of-experts
+# models.
 DENSE_MLP = (norm_rule(MLP_NORM, "post_attention_layernorm.weight"), GATED, DOWN)
 
 
@@ -371,14 +376,15 @@ class GgufFormat:
         model: names of the tensors outside the layers.
         epsilon: GGUF field of the norms' epsilon, and its key in ``config.json``.
         optional: GGUF fields that only some families have, and their keys in ``config.json``.
-        derived: computes the settings for which GGUF has no field from those that were read; both
-            by their keys in ``config.json``.
+        derived: function that computes the settings for which GGUF has no field from the settings
+            that were read. Its argument and its result have the keys of ``config.json``.
         is_permuted: the rows of q and k are ordered for a RoPE that rotates neighbouring channels,
             not the two halves of a head.
-        norm_offset: number that was added to the weights of norms.
-        is_partly_rotated: RoPE may be applied to a part of a head's channels.
-        is_share_of_hidden: the file's number of rotated channels is a share of the hidden size
-            divided by the heads, so it is wrong if heads have another size.
+        norm_offset: number that llama.cpp's converter added to the weights of norms.
+        is_partly_rotated: whether RoPE may be applied to only some of a head's channels.
+        is_share_of_hidden: llama.cpp's converter computes the number of rotated channels from the
+            hidden size divided by the number of heads. So the number is wrong if a head has another
+            size.
         has_windows: there are fields for a sliding window and the layers that have it.
         marked_by: field that only this family's files have, if two families share an architecture.
             None for the second family, and for a family with an architecture of its own.
@@ -462,18 +468,23 @@ class ModelFamily:
         model: rules for the tensors outside the layers.
         layer: rules for the tensors of a layer. Their Hugging Face names lack ``layer_prefix`` and
             the layer's number.
-        linear_layer: the same for layers with linear attention.
-        untied: rule for the output layer, which a model has unless it is tied to the embedding.
+        linear_layer: rules for the tensors of a layer with linear attention, with names as in
+            ``layer``.
+        untied: rule for the output layer (LM head). A model has no such tensor if the output layer
+            uses the embedding's weights.
         made_of: fields of ``ModelShape`` in which the family's decoders differ from Llama's, with
-            their values. ``ANY`` stands for any value; a function tells if a value is supported.
+            the values that the family has. ``ANY`` stands for any value. A function tells if the
+            family supports a value.
         gguf: how GGUF files store the family; None if llama.cpp does not support it.
         layer_prefix: prefix of a layer's tensor names, before its number.
-        unused: suffixes of tensor names that a conversion skips, because they are not weights.
+        unused: suffixes of tensor names that a conversion skips, because they are buffers, not
+            weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
             model does not need them; "" if there are none. ``MTP_LAYERS`` stands for the layers
-            behind the last one.
+            that follow the decoder's last one.
         dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
-            mixture-of-experts model. They replace those rules of ``layer`` or ``linear_layer``.
+            mixture-of-experts model. They replace the rules of experts, router and norm in
+            ``layer`` or ``linear_layer``.
     """
 
     name: str
@@ -506,8 +517,8 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self._layer_rules(shape, layer)
-                # A family whose models may have biases or norms of queries and keys always has the
-                # rules for them; the config tells if this model has them.
+                # Skip the rules of tensors that this model does not have: a family's rules include,
+                # for example, the biases of queries and keys that only some of its models have.
                 if config.get(_OPTIONAL_RULES.get(rule.megatron, "num_layers"))
                 if rule.is_in(config)
             ),
@@ -515,7 +526,7 @@ class ModelFamily:
         ]
 
     def _layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
-        """Return the rules of a layer, counted from 0, by the modules that it has."""
+        """Return the rules of a layer, which depend on its attention and MLP; counted from 0."""
         of_layer = shape.of_layer(layer + 1)
         rules = self.layer if of_layer.linear_attention is None else self.linear_layer
         has_experts = any(rule.megatron.startswith("mlp.experts.") for rule in rules)
@@ -537,7 +548,8 @@ class ModelFamily:
         return all(_is_match(getattr(shape, key), value) for key, value in expected.items())
 
 
-# NeMo's keys for the tensors that only some models of a family have.
+# Tensors that only some models of a family have, each with the key of a NeMo config that tells if a
+# model has it.
 _OPTIONAL_RULES = {
     QKV_BIAS.megatron: "qkv_bias",
     **{rule.megatron: "qk_layernorm" for rule in QUERY_KEY_NORMS},

@@ -36,7 +36,8 @@ def _to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
     if shape.kv_channels * shape.num_attention_heads != shape.hidden_size:
         raise CheckpointError(
             f"model_config.yaml: kv_channels: got {shape.kv_channels}, wanted "
-            f"{shape.hidden_size // shape.num_attention_heads}, hidden_size divided by the heads"
+            f"{shape.hidden_size // shape.num_attention_heads} (hidden_size / heads), "
+            "the size of a head in a Hugging Face Cohere"
         )
     return decoder
 
@@ -46,7 +47,7 @@ def _to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
 
 def _cohere_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("use_qk_norm", False, None)
-    # transformers' class ignores head_dim.
+    # transformers' class ignores head_dim, so a head has hidden_size / heads channels.
     return _to_nemo({**config, "head_dim": None}, "cohere", base=500000.0)
 
 
@@ -92,7 +93,8 @@ def _cohere2_to_hf(config: Config) -> dict[str, Any]:
         if shape.rotates(layer) != (kind == settings.SLIDING):
             raise CheckpointError(
                 f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, but in a "
-                "Cohere 2 exactly the layers without a window have no RoPE"
+                "Cohere 2 exactly the layers without a window have no RoPE, so the model cannot be "
+                "exported"
             )
     return _to_hf(config, "cohere2", **settings.window_to_hf(config))
 

@@ -30,10 +30,11 @@ from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Written to a NeMo config, with false, if RoPE rotates the two halves of a head's rotated channels
-# in Hugging Face. Usually it rotates neighbouring channels.
+# Key of a NeMo config. It is written, with the value false, if RoPE in the Hugging Face model
+# rotates channel i with channel i + r. Without the key it rotates neighbouring channels.
 _INTERLEAVED = "hf_rope_interleave"
-# transformers' norms of the latents have this epsilon, whatever ``rms_norm_eps`` says.
+# Epsilon of the norms of the latents in transformers, where ``rms_norm_eps`` applies to other norms
+# only.
 _LATENT_EPSILON = 1e-6
 
 
@@ -52,7 +53,8 @@ def _latent_to_nemo(config: Config, sizes: tuple[int | None, ...]) -> dict[str, 
             f"num_attention_heads={heads}: latent attention has a key for each head"
         )
     query_rank, kv_rank, plain, rotated, value = sizes
-    # A null means no latent of queries; only a missing key has transformers' default.
+    # If the key is null, queries have no latent. If the key is missing, transformers' default
+    # applies.
     if config.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.count("q_lora_rank", query_rank)
     else:
@@ -71,13 +73,14 @@ def _latent_to_nemo(config: Config, sizes: tuple[int | None, ...]) -> dict[str, 
         "kv_channels": plain + rotated,
         "num_query_groups": heads,
         latent_keys.LATENT_EPSILON: _LATENT_EPSILON,
-        # Without mscale, YaRN's cosines ignore mscale_all_dim, but attention scores do not.
+        # transformers scales attention scores by mscale_all_dim even if mscale is missing, so
+        # translate it here.
         **({"yarn_mscale_all_dim": HfSettings(rope).number("mscale_all_dim")} if scale else {}),
     }
 
 
 def _latent_of(config: Config) -> LatentAttentionShape:
-    """Return the latent attention of a NeMo config, which must have it."""
+    """Return the shape of the latent attention that a NeMo config describes (it must have one)."""
     latent = ModelShape.from_config(config).latent_attention
     assert latent is not None
     return latent
@@ -98,14 +101,15 @@ def _latent_to_hf(config: Config) -> dict[str, Any]:
         "qk_nope_head_dim": latent.qk_nope_head_dim,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
-        # transformers computes RoPE's frequencies for this number of channels.
+        # In these models head_dim is the number of channels to which RoPE is applied.
         "head_dim": latent.qk_rope_head_dim,
         "attention_bias": False,
     }
 
 
 # Rules of attention. RoPE's channels come last in a head of Hugging Face, and first in Megatron's;
-# pairs of neighbouring channels become channels i and i + r.
+# pairs of neighbouring channels become channels i and i + r, where r is half the number of RoPE's
+# channels.
 
 
 def _is_interleaved(config: Config) -> bool:
@@ -113,21 +117,21 @@ def _is_interleaved(config: Config) -> bool:
 
 
 def _to_halves(rows: Tensor, config: Config) -> Tensor:
-    """Reorder RoPE's channels, axis -2 of ``rows [..., channels, in]``, from pairs to halves."""
+    """Reorder RoPE's rows, axis -2: pairs of neighbours become two halves, ``i`` and ``i + r``."""
     if not _is_interleaved(config):
         return rows
     return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
 
 
 def _to_pairs(rows: Tensor, config: Config) -> Tensor:
-    """Invert ``_to_halves``."""
+    """Invert ``_to_halves``, for an export."""
     if not _is_interleaved(config):
         return rows
     return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
 
 
 def _queries_to_megatron(rows: Tensor, config: Config) -> Tensor:
-    """Reorder Hugging Face's queries ``[heads * c, in]`` -> ``[heads, c, in]``."""
+    """Put RoPE's channels first in each head: ``[heads * c, in]`` -> ``[heads, c, in]``."""
     latent = _latent_of(config)
     by_head = rows.reshape(latent.heads, -1, rows.shape[-1])
     plain, rotated = by_head.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=1)
@@ -135,20 +139,20 @@ def _queries_to_megatron(rows: Tensor, config: Config) -> Tensor:
 
 
 def _queries_to_hf(by_head: Tensor, config: Config) -> Tensor:
-    """Invert ``_queries_to_megatron``."""
+    """Invert ``_queries_to_megatron``, for an export."""
     latent = _latent_of(config)
     rotated, plain = by_head.split([latent.qk_rope_head_dim, latent.qk_nope_head_dim], dim=1)
     return torch.cat([plain, _to_pairs(rotated, config)], dim=1).flatten(0, 1)
 
 
 def _keys_to_megatron(rows: Tensor, config: Config) -> Tensor:
-    """Reorder ``kv_a_proj_with_mqa``: the latent's rows, then those of the shared key."""
+    """Reorder the shared key, the last rows of ``kv_a_proj_with_mqa``, by ``_to_halves``."""
     latent, rotated = rows.tensor_split([_latent_of(config).kv_lora_rank])
     return torch.cat([latent, _to_halves(rotated, config)])
 
 
 def _keys_to_hf(rows: Tensor, config: Config) -> Tensor:
-    """Invert ``_keys_to_megatron``."""
+    """Invert ``_keys_to_megatron``, for an export."""
     latent, rotated = rows.tensor_split([_latent_of(config).kv_lora_rank])
     return torch.cat([latent, _to_pairs(rotated, config)])
 
@@ -164,7 +168,7 @@ def _split_latents(tensor: Tensor, config: Config) -> Sequence[Tensor]:
 
 
 def _join_by_head(tensors: Sequence[Tensor], config: Config) -> Tensor:
-    """Join queries and ``kv_a_proj_with_mqa``: each head's query, then its part of the latter."""
+    """Interleave queries and ``kv_a_proj_with_mqa`` by head, in one tensor as in Megatron."""
     queries = _queries_to_megatron(tensors[0], config)
     keys = _keys_to_megatron(tensors[1], config).unflatten(0, (queries.shape[0], -1))
     return torch.cat([queries, keys], dim=1).flatten(0, 1)
@@ -235,7 +239,7 @@ ATTENTION = (
 
 
 def _first_dense(config: Config, default: int) -> list[int]:
-    """Mark the layers with experts by 1: all behind ``first_k_dense_replace`` dense layers."""
+    """List a 0 for each of the first ``first_k_dense_replace`` layers, which are dense, then 1s."""
     reader = HfSettings(config)
     dense = reader.count("first_k_dense_replace", default, least=0)
     return [int(layer >= dense) for layer in range(reader.layers())]
@@ -244,11 +248,11 @@ def _first_dense(config: Config, default: int) -> list[int]:
 def _experts_to_nemo(
     config: Config, marks: list[int], router: tuple[str, ...], **defaults: int | float
 ) -> dict[str, Any]:
-    """Translate the experts to NeMo's keys; empty if no layer has them.
+    """Translate the settings of experts to NeMo's keys; return {} if no layer has experts.
 
     Args:
         marks: a 1 for each layer with experts, and a 0 for each dense layer.
-        router: supported values of ``scoring_func`` and then of ``topk_method``.
+        router: the only supported values of ``scoring_func`` (first) and ``topk_method``.
         defaults: see ``biased_experts_to_nemo``.
     """
     if not any(marks):
@@ -273,7 +277,7 @@ def _experts_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _layer(experts: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules of a layer with latent attention and experts."""
+    """Return a layer's rules: latent attention, and ``experts`` (router and experts)."""
     return base.layer_rules_with(attention=ATTENTION, mlp=experts, mlp_norm=base.EXPERTS_NORM)
 
 
@@ -365,7 +369,8 @@ def _v2_to_nemo(config: Config) -> dict[str, Any]:
     )
     if experts:
         reader.count("num_experts_per_tok")  # transformers' class has no default
-        # transformers' class ignores true, although DeepSeek's own code does not.
+        # transformers' class ignores the value true, but DeepSeek's own code does not, so the two
+        # would differ.
         reader.only("norm_topk_prob", False, None)
         experts |= {
             expert_keys.PRE_SOFTMAX: True,

@@ -1,6 +1,6 @@
-"""ERNIE 4.5 with experts: softmax scores with a bias for the choice, and some dense layers.
+"""ERNIE 4.5 with experts, which the router chooses by softmax scores plus a bias.
 
-RoPE rotates pairs of neighbouring channels. Shared experts have no gate.
+Some layers are dense. RoPE rotates pairs of neighbouring channels. Shared experts have no gate.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _mark_layers(layers: int, first: int, last: int, interval: int) -> tuple[int, ...]:
-    """Mark every ``interval``-th layer, from number ``first`` to ``last``, both counted from 0."""
+    """List a 1 for layers with experts (every ``interval``-th, ``first`` to ``last``), else a 0."""
     return tuple(
         int(first <= layer <= last and (layer + 1) % interval == 0) for layer in range(layers)
     )
 
 
 def _find_layers(marks: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Return ``first``, ``last`` and ``interval`` of ``_mark_layers``; None if nothing fits."""
+    """Invert ``_mark_layers``: return ``first``, ``last`` and ``interval``; None if none fit."""
     numbers = [layer for layer, mark in enumerate(marks) if mark]
     for interval in range(1, len(marks) + 1):
         if _mark_layers(len(marks), numbers[0], numbers[-1], interval) == marks:

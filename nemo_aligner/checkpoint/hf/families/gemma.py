@@ -17,12 +17,12 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 gemma_norm = partial(base.norm_rule, hf_is_zero_centered=True)
 gemma_to_nemo = partial(
     settings.decoder_to_nemo,
-    act=(),  # each generation has another key for the activation
+    act=(),  # the callers check the activation's key, which differs between Gemma 1, 2 and 3
     head_dim=256,
     tied=True,
     activation="geglu",
     apply_embedding_scaling=True,
-    # Archives store gamma - 1, too, because adding 1 would round a bf16 weight once more.
+    # Store gamma - 1 in archives, too, because adding 1 to a bf16 weight would round it again.
     layernorm_zero_centered_gamma=True,
 )
 
@@ -52,8 +52,8 @@ GEMMA = ModelFamily(
 )
 
 
-# Gemma 2: Gemma with windows in every second layer, soft-capped attention scores, and norms of each
-# block's output.
+# Gemma 2: Gemma with windows in every second layer, soft-capped attention scores, and norms on the
+# outputs of attention and MLP.
 
 
 def _gemma2_to_nemo(config: Config) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
 def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
     """Derive ``query_pre_attn_scalar``, the attention scale, for which GGUF has no field.
 
-    It is the size of a head. Only in the 27B model, recognized by its 46 layers as in llama.cpp, it
-    is the hidden size divided by the number of heads.
+    The value is the number of channels of a head. The 27B model is an exception: its value is the
+    hidden size divided by the number of heads. Like llama.cpp, recognize it by its 46 layers.
     """
     is_27b = config["num_hidden_layers"] == 46
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -200,7 +200,7 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
 def _gemma3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Derive settings without a GGUF field: the attention scale, and RoPE in layers with a window.
 
-    The 27B model has another scale; it is recognized by its 62 layers, as in llama.cpp.
+    The 27B model has another attention scale. Like llama.cpp, recognize it by its 62 layers.
     """
     is_27b = config["num_hidden_layers"] == 62
     per_head = config["hidden_size"] // config["num_attention_heads"]

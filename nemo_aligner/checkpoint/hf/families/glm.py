@@ -1,7 +1,7 @@
 """GLM-4 (``glm``, ``glm4``), Helium, ERNIE 4.5: RoPE rotates pairs of neighbouring channels.
 
-A NeMo config of these models names its family. Its other settings could be those of a Llama, whose
-Hugging Face tensors have other names or another order of rows.
+A NeMo config of these models must name its family: its other settings could be those of a Llama,
+but in Hugging Face the tensors of a Llama have other names or another order of rows.
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ ERNIE4_5 = ModelFamily(
     to_nemo=_ernie_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="ernie4_5", use_bias=False),
     layer=HELIUM.layer,
-    # llama.cpp, too, rotates neighbouring channels for this architecture.
+    # llama.cpp also rotates neighbouring channels for this architecture, so no rows are reordered.
     gguf=GgufFormat("ernie4_5"),
 )

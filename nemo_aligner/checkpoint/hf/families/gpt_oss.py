@@ -17,7 +17,7 @@ from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.layer import LEARNED_SINKS
 from nemo_aligner.utils.errors import CheckpointError
 
-# transformers' RoPE for a config without any.
+# RoPE settings that transformers' class uses if ``config.json`` has none.
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -81,11 +81,12 @@ def _to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-# Hugging Face has the rows of gate and up interleaved, and multiplies from the other side.
+# Hugging Face interleaves the channels of gate and up, and stores weights as ``[E, in, out]``, not
+# ``[E, out, in]``.
 
 
 def _join_gate_and_up(tensors: Sequence[Tensor], config: Config) -> Tensor:
-    """Convert a bias ``[E, 2 f]`` to ``[E, 2, f]``, or a weight ``[E, h, 2 f]`` to its rows."""
+    """Separate gate and up: a bias ``[E, 2 f]`` -> ``[E, 2, f]``, a weight to ``[E, 2, f, h]``."""
     (tensor,) = tensors
     by_row = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
     return by_row.unflatten(1, (-1, 2)).transpose(1, 2)

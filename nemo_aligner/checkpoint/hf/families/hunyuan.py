@@ -28,8 +28,9 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 def _with_stretched_base(config: Config) -> Config:
     """Replace the "dynamic" RoPE of the released models by a plain RoPE of a larger base.
 
-    Their ``alpha`` is constant, so nothing depends on the length: the base is ``rope_theta *
-    alpha^(c / (c - 2))`` for heads of c channels (NTK-aware scaling).
+    Dynamic RoPE usually depends on the length of a sample, but the released models set ``alpha``, a
+    constant. The base is then ``rope_theta * alpha^(c / (c - 2))`` for heads of c channels
+    (NTK-aware scaling).
     """
     reader = HfSettings(config)
     key = next((key for key in _ROPE_KEYS if config.get(key)), None)
@@ -53,7 +54,7 @@ _NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 
 
 def _norm(megatron: str, hf: str) -> base.Rule:
-    """Build the rule of a norm of queries or keys, which have longer names here."""
+    """Build the rule of a norm of queries or keys, with HunYuan's name instead of Qwen3's."""
     for usual, name in _NORMS.items():
         hf = hf.replace(usual, name)
     return base.norm_rule(megatron, hf)

@@ -29,7 +29,7 @@ LLAMA = ModelFamily(
     name="llama",
     to_nemo=_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="llama", attention_bias=False, mlp_bias=False),
-    # Mistral's GGUF files have this architecture, too, and no field for the window.
+    # GGUF files of Mistral have this architecture, too. They have no field for the sliding window.
     gguf=GgufFormat("llama", is_permuted=True),
 )
 
@@ -51,7 +51,8 @@ MISTRAL = ModelFamily(
         settings.decoder_to_hf, model_type="mistral", of_shape={"sliding_window": "window_size"}
     ),
     made_of={"window_size": base.ANY},
-    # The architecture of Mistral Small 3.1 with vision; other Mistrals are written as Llamas.
+    # llama.cpp's converter writes this architecture only for Mistral Small 3.1 with vision, and
+    # "llama" for other Mistrals.
     gguf=GgufFormat("mistral3", is_permuted=True),
 )
 
@@ -80,7 +81,7 @@ MINISTRAL = ModelFamily(
 
 # Ministral 3: Mistral with queries that are scaled by their position.
 
-# Defaults of transformers' class.
+# RoPE settings that transformers' class uses if ``config.json`` has none.
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -203,7 +204,8 @@ def _smollm3_to_hf(config: Config) -> dict[str, Any]:
         "smollm3",
         attention_bias=False,
         mlp_bias=False,
-        # None is written explicitly, because the class defaults to a token of the published model.
+        # transformers' default is a token of the published model's vocabulary, so write None
+        # explicitly.
         pad_token_id=None,
         no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
         use_sliding_window=shape.window_size is not None,
@@ -229,7 +231,8 @@ SMOLLM3 = ModelFamily(
 
 def _granite_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
-    # logits_scaling is not read, because it scales the logits of tokens only.
+    # logits_scaling is not read: it scales the logits of tokens, which a reward model does not
+    # compute.
     return settings.decoder_to_nemo(
         config,
         embedding_multiplier=reader.number("embedding_multiplier", 1.0),
@@ -300,7 +303,7 @@ ARCEE = ModelFamily(
 
 # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused weights; some models have a window.
 
-# Names of LongRoPE in the first releases.
+# Values of ``rope_type`` by which the first releases of Phi-3 mean LongRoPE.
 _OLDER_NAMES = ("su", "yarn")
 
 
@@ -323,7 +326,7 @@ def _phi3_to_nemo(config: Config) -> dict[str, Any]:
 
 def _phi3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    # transformers prefers this key to the one in rope_parameters.
+    # At the top level, because transformers reads this key there before rope_parameters.
     original_length: dict[str, Any] = {}
     if shape.longrope is not None:
         original_length["original_max_position_embeddings"] = shape.longrope.old_context_len

@@ -41,11 +41,12 @@ def _to_nemo(
     """Translate the expert settings of a ``config.json`` to NeMo's keys.
 
     Args:
-        width: key of ``config.json`` for the ffn channels of an expert, and transformers' default.
+        width: key of ``config.json`` for the MLP channels of an expert, and transformers' default
+            for it.
         experts: default number of experts.
         top_k: default number of experts for a token.
-        renormalized: whether the weights of the chosen experts sum to 1; None means that
-            ``norm_topk_prob`` in the config tells.
+        renormalized: whether the weights of the chosen experts are renormalized to sum to 1; None
+            reads ``norm_topk_prob`` from the config.
     """
     reader = HfSettings(config)
     # transformers 5 writes num_local_experts for some models that had num_experts.
@@ -63,8 +64,9 @@ def _to_nemo(
 def expert_layers_to_nemo(config: Config) -> dict[str, Any]:
     """Translate Qwen's settings of the layers with experts to Megatron's ``moe_layer_freq``.
 
-    Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers``, numbers from 0,
-    has it. The result is empty if all layers have experts.
+    Every ``decoder_sparse_step``-th layer has experts, except for the layers that
+    ``mlp_only_layers`` lists by their numbers from 0. The result is empty if all layers have
+    experts.
     """
     reader = HfSettings(config)
     layers, step = reader.layers(), reader.count("decoder_sparse_step", 1)
@@ -84,7 +86,7 @@ def expert_layers_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def expert_layers_to_hf(config: Config) -> dict[str, Any]:
-    """Translate the layers with experts of a NeMo config to Qwen's settings."""
+    """Invert ``expert_layers_to_nemo``: build ``decoder_sparse_step`` and ``mlp_only_layers``."""
     marks = ModelShape.from_config(config).moe_layer_freq or ()
     dense = [layer for layer, mark in enumerate(marks) if not mark]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -94,7 +96,7 @@ def _to_hf(config: Config, width: str) -> dict[str, Any]:
     """Translate the expert settings of a NeMo config to the keys of a ``config.json``.
 
     Args:
-        width: key of ``config.json`` for the ffn channels of an expert.
+        width: key of ``config.json`` for the MLP channels of an expert.
     """
     experts = _experts_of(config)
     return {
@@ -106,7 +108,7 @@ def _to_hf(config: Config, width: str) -> dict[str, Any]:
 
 
 def _experts_of(config: Config) -> ExpertShape:
-    """Return the shape of the experts of a NeMo config, which must have experts."""
+    """Return the shape of the experts that a NeMo config describes (it must have some)."""
     experts = ModelShape.from_config(config).experts
     assert experts is not None
     return experts
@@ -355,7 +357,7 @@ OLMOE = ModelFamily(
 # Experts as in DeepSeek-V3 (arXiv:2412.19437): the first layers are dense, scores are sigmoids, the
 # choice of experts is biased and may be limited to groups, and the shared expert has no gate.
 
-# transformers' defaults for DeepSeek-like experts, by key.
+# transformers' defaults for GLM-4.5's experts, by key; other families override some of them.
 _BIASED_DEFAULTS: dict[str, Any] = {
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
@@ -373,7 +375,8 @@ def biased_experts_to_nemo(config: Config, **defaults: int | float) -> dict[str,
     """Translate the settings of DeepSeek-like experts with sigmoid scores to NeMo's keys.
 
     Args:
-        defaults: defaults of the family's class where they are not GLM-4.5's, by key.
+        defaults: values for missing keys, by key, where transformers' defaults for this family
+            differ from those for GLM-4.5.
     """
     reader, default = HfSettings(config), {**_BIASED_DEFAULTS, **defaults}
     key = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
@@ -419,7 +422,7 @@ def biased_experts_to_hf(config: Config) -> dict[str, Any]:
 
 
 _biased_shared = (f"mlp.shared_experts.{name}.weight" for name in _QWEN_PROJECTIONS.values())
-# Rules of an MLP with such experts.
+# Rules of the router, the experts and the shared expert of such a layer.
 BIASED_EXPERTS = (
     Rule("mlp.router.weight", ("mlp.gate.weight",)),
     # The choice of experts depends on small differences of the biases, so they stay fp32.
@@ -433,19 +436,20 @@ BIASED_EXPERTS = (
 
 
 def have_biased_router(experts: ExpertShape | None) -> bool:
-    """Tell if these are DeepSeek-like experts with sigmoid scores."""
+    """Tell if the router is DeepSeek-V3's: sigmoid scores, and a bias for the choice of experts."""
     if experts is None or experts.shared_width is None or experts.shared_width % experts.width:
         return False
     return experts.is_sigmoid and experts.expert_bias and not experts.shared_gate
 
 
 def are_first_layers_dense(marks: tuple[int, ...] | None) -> bool:
-    """Tell if dense layers come before all layers with experts, given ``moe_layer_freq``."""
+    """Tell if all dense layers come first; ``marks`` has a 1 for layers with experts, else a 0."""
     return marks is None or list(marks) == sorted(marks)
 
 
-# GLM-4.5 and 4.6: GLM-4 without fused weights, with such experts. RoPE rotates half of a head's
-# channels. Files have one more layer, for the prediction of several tokens.
+# GLM-4.5 and 4.6: GLM-4 without fused weights, with experts as in DeepSeek-V3. RoPE rotates half of
+# a head's channels. Published files have one more layer, which predicts further tokens in training
+# and is dropped.
 
 
 def _glm4_moe_to_nemo(config: Config) -> dict[str, Any]:
@@ -510,7 +514,7 @@ def _are_shared_and_renormalized(experts: ExpertShape | None) -> bool:
 
 
 def _hybrid_experts_to_nemo(config: Config, **experts: Any) -> dict[str, Any]:
-    """Translate the settings of these models' experts; ``experts`` is as in ``_to_nemo``."""
+    """Translate the experts of models with linear attention; ``experts`` is as in ``_to_nemo``."""
     return {
         **_to_nemo(config, ("moe_intermediate_size", 512), **experts),
         expert_keys.SHARED_WIDTH: HfSettings(config).count(_SHARED, 512),
@@ -520,7 +524,8 @@ def _hybrid_experts_to_nemo(config: Config, **experts: Any) -> dict[str, Any]:
 
 def _qwen3_5_moe_to_nemo(config: Config) -> dict[str, Any]:
     experts = _hybrid_experts_to_nemo(config, experts=256, top_k=8, renormalized=True)
-    # The model has no MLP other than its experts, and its config no key for the width of one.
+    # All layers have experts, so ``config.json`` has no width of a dense MLP. NeMo needs one, so
+    # use that of an expert.
     config = {**config, "intermediate_size": experts[expert_keys.EXPERT_WIDTH]}
     return hybrid_to_nemo(config, "qwen3_5_moe_text", **experts)
 

@@ -1,7 +1,7 @@
 """GPT-NeoX (Pythia) and StarCoder2: LayerNorms, biases of all linear layers, MLPs without a gate.
 
-A NeMo config of these models names its family, because both families have the same settings where a
-GPT-NeoX has no parallel residual.
+A NeMo config of these models must name its family: the settings of a GPT-NeoX without parallel
+residual could be those of a StarCoder2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# The values of ``hidden_act`` that can be translated, by NeMo's names.
+# Values of ``hidden_act`` that are supported, each with NeMo's name for it.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu-tanh",
@@ -51,7 +51,7 @@ def _to_nemo(
 
 
 def _to_hf(config: Config, model_type: str, epsilon: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config back; arguments as in ``_to_nemo``."""
+    """Translate a NeMo config to a ``config.json``; arguments as in ``_to_nemo``."""
     shape = ModelShape.from_config(config)
     decoder = settings.decoder_to_hf(
         config, model_type, hidden_act=_TO_HF[shape.activation], **family
@@ -108,7 +108,7 @@ def _neox_to_nemo(config: Config) -> dict[str, Any]:
     reader.only("attention_bias", True, None)
     older = {name: config.get(key, default) for name, (key, default) in _ROPE.items()}
     return _to_nemo(
-        # transformers' class ignores these two keys: all heads have keys of their own.
+        # transformers' class ignores these two keys: every head has its own keys and values.
         {**older, **config, "num_key_value_heads": None, "head_dim": None},
         "gpt_neox",
         "gelu",
@@ -125,8 +125,9 @@ def _neox_to_hf(config: Config) -> dict[str, Any]:
     if sizes != (heads, shape.hidden_size):
         raise CheckpointError(
             f"model_config.yaml: num_query_groups and kv_channels: got {shown(sizes[0])} and "
-            f"{shown(shape.kv_channels)}; a GPT-NeoX has as many groups as heads, {heads}, and "
-            f"hidden_size / heads channels"
+            f"{shown(shape.kv_channels)}, but a Hugging Face GPT-NeoX always has as many groups as "
+            f"heads, here {heads}, and hidden_size / heads channels, here "
+            f"{shape.hidden_size // heads}. The model cannot be exported"
         )
     decoder = _to_hf(
         config,
@@ -161,11 +162,11 @@ GPT_NEOX = ModelFamily(
     untied=Rule(base.OUTPUT.megatron, ("embed_out.weight",)),
     made_of={**_MADE_OF, "parallel_residual": base.ANY, "rotary_percentage": base.ANY},
     layer_prefix="gpt_neox.layers.",
-    # Buffers of older versions of transformers: causal masks.
+    # Older versions of transformers saved these buffers (RoPE's frequencies and causal masks).
     unused=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
 )
 
-# StarCoder2: grouped heads, and a window in all layers.
+# StarCoder2: grouped query heads, and a sliding window in all layers.
 
 
 def _starcoder2_to_nemo(config: Config) -> dict[str, Any]:

@@ -58,7 +58,7 @@ OLMO2 = ModelFamily(
 )
 
 
-# OLMo 3: OLMo 2 with a window in three of four layers, whose RoPE is not scaled.
+# OLMo 3: OLMo 2 with a window in three of four layers. RoPE is scaled only in the other layers.
 
 _BASE = 500000.0
 
@@ -95,7 +95,7 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _olmo3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive RoPE for layers without a window, where it is scaled, and with one, unscaled."""
+    """Derive ``rope_parameters``: scaled RoPE in layers without a window, unscaled in others."""
     full_rope = config["rope_parameters"]
     local = config.get("rope_local_base_freq", full_rope["rope_theta"])
     sliding_rope = {"rope_type": "default", "rope_theta": local}

@@ -116,7 +116,8 @@ QWEN3 = ModelFamily(
 # Qwen3.5's text decoder: most layers are Gated DeltaNet; in the others attention has output gates.
 
 _FREQUENCY, _VARIANT = linear_attention.LINEAR_FREQUENCY, linear_attention.ATTENTION_VARIANT
-# transformers' defaults, in the order of ``LINEAR_ATTENTION_KEYS``.
+# transformers' defaults for the sizes of linear attention, in the order of
+# ``LINEAR_ATTENTION_KEYS``.
 _SIZES = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -159,7 +160,7 @@ def hybrid_to_nemo(config: Config, name: str, **family: Any) -> dict[str, Any]:
         rotated=0.25,
         qk_layernorm=True,
         attention_output_gate=True,
-        # Stored as gamma - 1 in archives, too: adding 1 would round a bf16 weight once more.
+        # Store gamma - 1 in archives, too, because adding 1 to a bf16 weight would round it again.
         layernorm_zero_centered_gamma=True,
         **linear,
         **family,
@@ -167,7 +168,7 @@ def hybrid_to_nemo(config: Config, name: str, **family: Any) -> dict[str, Any]:
 
 
 def hybrid_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to the ``config.json`` of such a Qwen; ``family`` is added to it."""
+    """Invert ``hybrid_to_nemo``: build a ``config.json``, to which ``family`` is added."""
     kinds = [settings.LINEAR if linear else settings.FULL for linear in linear_layers(config)]
     return settings.decoder_to_hf(
         config,
@@ -184,9 +185,10 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
     """Build the rule for tensors whose rows Megatron orders by key head.
 
     Args:
-        names: Hugging Face's, one for each tensor.
-        widths: computes how many rows of a key head each tensor has, as nested tuples: for each
-            tensor those of the parts that it concatenates.
+        names: Hugging Face names of the tensors that the Megatron tensor holds.
+        widths: function of the NeMo config. For each Hugging Face tensor it returns a tuple: the
+            number of rows per key head in each part that the tensor concatenates, such as q, k and
+            v.
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
@@ -208,27 +210,27 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
 
 
 def _conv_widths(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Rows of queries, keys and values of a key head."""
+    """Return the rows that one key head has in queries, keys and values (see ``_by_key_head``)."""
     per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
     key = config["linear_key_head_dim"]
     return ((key, key, per_key * config["linear_value_head_dim"]),)
 
 
 def _projection_widths(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The same for the input projection, with output gates, write strengths and decays."""
+    """Return the rows of one key head in q, k and v, output gates, write strengths and decays."""
     per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
     values = per_key * config["linear_value_head_dim"]
     return (*_conv_widths(config), (values,), (per_key,), (per_key,))
 
 
 def _fused_widths(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The same for two fused projections: to all vectors, and to write strengths and decays."""
+    """Return the rows of one key head in the projections ``in_proj_qkvz`` and ``in_proj_ba``."""
     *vectors, strengths, decays = (sum(sizes) for sizes in _projection_widths(config))
     return (sum(vectors),), (strengths + decays,)
 
 
 def _conv_rule() -> Rule:
-    """Build the rule of the convolution: Hugging Face has ``[channels, 1, taps]``."""
+    """Build the rule of the convolution: ``[channels, 1, taps]`` becomes ``[channels, taps]``."""
     rule = _by_key_head("self_attention.conv_weight", ("linear_attn.conv1d.weight",), _conv_widths)
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
@@ -275,8 +277,8 @@ def delta_net_rules(*, is_fused: bool = False, **mlp: Any) -> tuple[Rule, ...]:
     """Build the rules of a layer with Gated DeltaNet.
 
     Args:
-        is_fused: Hugging Face has two projections of the input, whose rows are ordered by key head,
-            rather than four.
+        is_fused: True if Hugging Face has two projections of the input, with rows ordered by key
+            head; False if it has four.
         mlp: as in ``layer_rules_with``.
     """
     names, widths = _PROJECTIONS, _projection_widths

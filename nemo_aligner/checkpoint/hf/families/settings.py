@@ -12,11 +12,11 @@ from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_c
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Key of a NeMo config for the name of the model family. It is written only for a family whose
-# decoders also fit another family.
+# Key of a NeMo config for the name of the model family. Only families whose settings could also be
+# those of another family write it.
 NAME_KEY = "hf_model_type"
 
-# Settings that all families have.
+# Translation of the settings that all families have.
 
 
 _ONLY = (
@@ -51,8 +51,8 @@ def decoder_to_nemo(
         base: base of RoPE.
         rotated: fraction of a head's channels with RoPE; None if the family always rotates all.
         head_dim: channels of a head; None means the hidden size divided by the heads.
-        attention_bias: queries, keys and values have biases; None for a family that never has them.
-        tied: the output layer is tied to the embedding.
+        attention_bias: default of the key with this name; None if the family never has biases.
+        tied: default of ``tie_word_embeddings``.
         family: settings of this family, which are added to the result.
     """
     reader = HfSettings(config)
@@ -84,7 +84,7 @@ def decoder_to_nemo(
         "share_embeddings_and_output_weights": reader.flag("tie_word_embeddings", tied),
         **family,
     }
-    ModelShape.from_config(nemo)  # raises now for settings with which a model cannot be built
+    ModelShape.from_config(nemo)  # raises for impossible settings
     return nemo if name is None else {**nemo, NAME_KEY: name}
 
 
@@ -94,9 +94,9 @@ def decoder_to_hf(
     """Translate a NeMo config to the decoder's part of a ``config.json``.
 
     Args:
-        of_shape: additional keys of this family; each takes its value from the named field of
-            ``ModelShape``.
-        family: settings of this family, which override the others.
+        of_shape: additional keys of this family's ``config.json``, each with the name of the field
+            of ``ModelShape`` that has its value.
+        family: further keys of ``config.json`` with their values, which override the others.
     """
     shape = ModelShape.from_config(config)
     return {
@@ -119,15 +119,15 @@ def decoder_to_hf(
 
 
 def is_tied(config: Config) -> bool:
-    """Tell if a NeMo config ties the output layer to the embedding."""
+    """Tell if the output layer of a NeMo config uses the embedding's weights."""
     return bool(config.get("share_embeddings_and_output_weights", True))
 
 
 # Reading of a ``config.json`` key by key; every error names the key.
 
 Config = Mapping[str, Any]
-# Largest supported number of layers. A limit is needed, because lists with an entry for each layer
-# are built before any weight is read.
+# Most layers of a model. Without a limit, a damaged config with a huge number would exhaust the
+# memory, because lists with an entry for each layer are built before weights are read.
 _MAX_LAYERS = 10_000
 
 
@@ -142,7 +142,7 @@ class HfSettings:
         self.config = config
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Read a number above 0; ``default`` if the key is absent. Without both, raise."""
+        """Read a number above 0; ``default`` if the key is absent; an error if both are missing."""
         value = self.config.get(key)
         expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
         return read_number(default if value is None else value, key, expected)
@@ -344,12 +344,13 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
         "dynamic_rope_factor": shape.dynamic_rope_factor,
         "position_embedding_type": (shape.yarn and "yarn") or (shape.longrope and "longrope"),
     }
-    # NeMo can combine several kinds of scaling, because it has a key for each.
+    # A NeMo config has a key for each kind of RoPE scaling, so it may have several. Hugging Face
+    # has one ``rope_type``.
     several = [f"{key}={value}" for key, value in scalings.items() if value is not None]
     if len(several) > 1:
         raise CheckpointError(
-            f"model_config.yaml: got {' and '.join(several)}, which Hugging Face cannot combine. A "
-            "model with one of them can be exported"
+            f"model_config.yaml: got {' and '.join(several)}, several kinds of RoPE scaling, which "
+            "Hugging Face cannot combine. Only a model with one of them can be exported"
         )
     rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
     if shape.seq_len_interpolation_factor is not None:
@@ -405,8 +406,8 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
         return {}
     if not has_window or len(kinds) != count or not all(kind in (SLIDING, FULL) for kind in kinds):
         raise CheckpointError(
-            f"layer_types: got {shown(kinds)} with a window of {size} and {count} layers, wanted "
-            f"{SLIDING!r} or {FULL!r} for each layer, and a window"
+            f"layer_types: got {shown(kinds)} with sliding_window={size} and {count} layers, "
+            f"wanted {SLIDING!r} or {FULL!r} for each layer, and a sliding_window"
         )
     assert size is not None
     if kinds == [SLIDING] * count:
@@ -420,9 +421,9 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 def frequency(marks: list[int], mark: int) -> int | list[int]:
     """Shorten a list of 0 and 1, one for each layer, to N if exactly every N-th is ``mark``.
 
-    NeMo's keys for windows and for layers without RoPE take such a list, or N.
+    NeMo's keys for windows and for layers without RoPE take either form.
 
-    Any list without such a period is returned unchanged.
+    A list that has no such N is returned unchanged.
     """
     period = marks.index(mark) + 1 if mark in marks else len(marks) + 1
     is_regular = all(
@@ -432,7 +433,7 @@ def frequency(marks: list[int], mark: int) -> int | list[int]:
 
 
 def every_nth_layer(layers: int, without: int) -> list[str]:
-    """Return ``layer_types`` of a model with windows in all layers but every ``without``-th."""
+    """Return ``layer_types`` for windows in all layers except every ``without``-th one."""
     return [SLIDING if layer % without else FULL for layer in range(1, layers + 1)]
 
 

@@ -1,7 +1,7 @@
 """Errors for models of no supported family: what is missing, and which families are near.
 
-A ``model_type`` that transformers has is explained by name in ``_REASONS``. Any other is compared
-by the keys of its ``config.json``.
+``_REASONS`` explains the values of ``model_type`` that transformers knows. For any other model, the
+keys of its ``config.json`` tell what it has in common with supported families.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# What the models lack to be supported, by transformers' model_type of each, separated by spaces.
+# Why models are not supported, with the transformers' model_types to which each reason applies,
+# separated by spaces.
 _REASONS = {
     "state-space layers (Mamba) are not supported": "mamba mamba2 falcon_mamba",
     "layers with Mamba-2 (a state-space model) are not supported": (
@@ -59,7 +60,8 @@ _REASONS = {
 }
 _REASON_BY_NAME = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
-# Keys of a ``config.json`` that reveal a kind of layer: the kind, and families that have it.
+# Keys of a ``config.json`` that reveal a kind of layer; the name of that kind; supported families
+# that have such layers.
 _KINDS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
         ("kv_lora_rank",),
@@ -88,7 +90,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (("partial_rotary_factor",), "RoPE over a part of a head's channels", ("glm4", "nemotron")),
 )
-# Keys that reveal what no family has.
+# Keys of a ``config.json`` that reveal a feature that no family supports, with its name.
 _MISSING = {
     "mamba_d_state": "state-space layers",
     "ssm_state_size": "state-space layers",
@@ -116,10 +118,10 @@ _NEXT_STEP = (
 def unsupported_model(
     model_type: Any, config: Mapping[str, Any], names: Collection[str]
 ) -> CheckpointError:
-    """Make the error, of one line, for a model of no supported family.
+    """Build the one-line error for a model of no supported family.
 
     Args:
-        model_type: value of the key in ``config``.
+        model_type: ``model_type`` in ``config``, of any type.
         config: the model's ``config.json``.
         names: names of the supported families.
     """
@@ -133,7 +135,7 @@ def unsupported_model(
 
 
 def _describe_missing(config: Mapping[str, Any]) -> str:
-    """Name what a config has that no family has, and the sizes that it lacks; "" for neither."""
+    """Name unsupported features of a config, and required sizes that it lacks; "" if none."""
     parts = [f"{missing} ({key})" for key, missing in _MISSING.items() if config.get(key)]
     described = f": no family has {', '.join(parts)}" if parts else ""
     absent = [key for key in _SIZES if config.get(key) is None]
@@ -143,7 +145,7 @@ def _describe_missing(config: Mapping[str, Any]) -> str:
 
 
 def _describe_near(model_type: str, config: Mapping[str, Any], names: Collection[str]) -> str:
-    """Name the families with a similar name and those with the same kinds of layers."""
+    """Describe, for the error, families with a similar name or the same kinds of layers."""
     near = [f"{' and '.join(has)} for {kind}" for kind, has in _shared_kinds(config, names)]
     similar = get_close_matches(model_type, names, n=3, cutoff=0.6)
     if similar:
