@@ -42,7 +42,7 @@ def cached_file(path: Path, origin: str, write: Callable[[Path], None]) -> Path:
         ConfigError: the cache cannot be written.
     """
     if not path.exists():
-        with _locked(path.with_name(f".{path.name}.lock"), origin):
+        with _hold_lock(path.with_name(f".{path.name}.lock"), origin):
             # Another process may have written the file while this one waited.
             if not path.exists():
                 _write(path, write)
@@ -76,7 +76,7 @@ def _naming_cache(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(lock: Path, origin: str) -> Iterator[None]:
+def _hold_lock(lock: Path, origin: str) -> Iterator[None]:
     """Hold a lock of the system on the file ``lock`` in the block, and remove it after success.
 
     The system releases the lock when the process ends, even if it is killed.

@@ -1,10 +1,8 @@
 """Open NeMo archives safely, once per host, and write them completely or not at all.
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
-``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
-programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, whether it is
-an archive or a folder; a Hugging Face model it opens as its conversion in the cache
-(``conversion_cache``).
+``checksums.json`` with the sha256 of every other member, which other programs' archives lack.
+``open_nemo`` opens archives and folders, and a Hugging Face model by ``conversion_cache``.
 """
 
 from __future__ import annotations
