@@ -165,7 +165,7 @@ def test_the_readme_is_short() -> None:
 
 # Largest number of words outside code blocks.
 BUDGETS = {
-    "README.md": 800,
+    "README.md": 930,
     "docs/cookbook/": 400,
     "docs/getting_started.md": 800,
     "docs/benchmarks.md": 1600,
