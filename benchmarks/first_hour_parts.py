@@ -16,8 +16,10 @@ from common import ROOT, lacking
 from step_settings import fastest_so_far
 
 Row = dict[str, Any]
-_ONE_WIDTH = "without a GPU one width is enough"
-_RANKS = 2  # ranks of the parts "overlap" and "context": GPUs, or processes on a CPU
+_ONE_WIDTH = "without a GPU only the hidden size 1,024 is measured"
+# The parts "overlap" and "context" each start this many ranks (processes). On a machine with GPUs
+# every rank needs a GPU of its own; otherwise the ranks share the CPU.
+_RANKS = 2
 # Options of the comparisons, by device: sized for a GPU of 80 GiB, or tiny for a CPU.
 _OPTIONS = {
     "training": {

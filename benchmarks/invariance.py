@@ -6,8 +6,8 @@ It runs the three kinds of work that scoring.py describes, in turns, in fp32 and
 bf16): without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts
 rewards that are not bit-identical with those in a batch of one. On a CPU a matmul may use other
 numbers of rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the
-setting ``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is
-printed.
+setting ``tried`` lets a matmul choose among several numbers of rows, in all of which a row has
+bit-identical results. A trial on this GPU finds these numbers, and the benchmark prints them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def _take_no_other_rows() -> None:
     products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products.py has one
-# such table, so each setting puts its own there.
+# For each setting: the numbers of rows that a matmul may have, which a trial on this GPU has found
+# (``chunk_sizes`` of gpu_products.py). gpu_products.py has one such table, so each setting puts its
+# own there.
 _TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 
 
@@ -91,10 +92,13 @@ def _set_rows(model: Any, setting: Setting) -> None:
 
 
 def _describe_tried_sizes() -> dict[str, str]:
-    """Describe the numbers of rows that a trial found bit-identical, by the shape of the weight.
+    """Describe how many rows a matmul may have on this GPU with the setting ``tried``.
+
+    The scorer has tried several numbers of rows for each shape of a weight, and uses only numbers
+    between which the results of a row are bit-identical.
 
     Returns:
-        A text for each shape.
+        For each shape of a weight, "outputs x inputs", a text about these numbers.
     """
     return {
         f"{outputs} x {inputs}": f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)} rows"

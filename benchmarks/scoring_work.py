@@ -76,8 +76,9 @@ class Products:
         shapes = [
             tuple(weight.weight.shape) for weight in model.modules() if isinstance(weight, linear)
         ]
-        # Draw one for each weight of the model: a weight that is used twice would be in the CPU's
-        # caches.
+        # Draw as many weights as the model has, although many have the same shape. If one weight
+        # stood for all of a shape, it would stay in the CPU's caches, and the matmuls would be
+        # faster than those of the model.
         self._dtype = dtype or torch.float32
         drawn = (torch.randn(shape, dtype=self._dtype) for shape in shapes)
         self._weights = [reordered_for_products(weight) for weight in drawn]

@@ -368,16 +368,19 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-# Sequences to send, which no earlier turn has sent.
+# The sequences that are sent to the servers. The benchmark repeats each kind of work in several
+# turns (rounds), and no turn repeats a sequence of an earlier turn.
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Sequences that are sent to a server in one turn.
+    """The sequences of one turn, a round of the benchmark in which every server gets the same ones.
 
     Attributes:
         token_lists: token ids of each timed request, in the order of sending.
-        seen: token ids of the untimed requests that are sent before.
+        seen: token ids of requests that are sent before the timed ones and are not timed. They put
+            a prompt that all timed requests share into the server's prefix cache; empty if the
+            timed requests share no prompt.
     """
 
     token_lists: list[list[int]]
@@ -413,7 +416,7 @@ class Work:
     Attributes:
         name: name of the work in the table.
         clients: number of clients that send at the same time.
-        draw: makes the requests of a turn, given its number.
+        draw: makes the requests of a turn (a round of the benchmark), given its number.
         servers: names of the servers that get them.
     """
 
@@ -455,9 +458,10 @@ class Pairs:
 
 
 class Draw:
-    """Draws random token ids for the requests of a turn.
+    """Draws random token ids for the requests of a turn (a round of the benchmark).
 
-    The seed depends on the kind of work, the number of clients and the turn, so no turn repeats the
+    Each method draws ``count`` timed requests. The random seed depends on the kind of work, on the
+    number of clients (``clients``) and on the number of the turn (``turn``), so no turn repeats the
     sequences of another.
     """
 
@@ -465,23 +469,31 @@ class Draw:
         self._vocabulary = vocabulary
 
     def uniform(self, count: int, clients: int, turn: int) -> Requests:
-        """Draw lengths from a uniform distribution between 64 and 384 tokens, whose mean is 224."""
+        """Draw ``count`` sequences of 64 to 384 tokens, uniformly distributed: 224 in the mean.
+
+        ``clients`` and ``turn`` only seed the random numbers.
+        """
         rng = _make_random("uniform", clients, turn)
         lengths = rng.randint(64, 2 * _MEAN - 64 + 1, count).tolist()
         return Requests(self._ids(rng, lengths), [])
 
     def lognormal(self, count: int, clients: int, turn: int) -> Requests:
-        """Draw lengths from a log-normal distribution, also of mean 224: a few are very long."""
+        """Draw ``count`` sequences of log-normal lengths: most are short, a few are very long.
+
+        The distribution has a mean of 224 tokens, as in ``uniform``. ``clients`` and ``turn`` only
+        seed the random numbers.
+        """
         rng = _make_random("lognormal", clients, turn)
         median = np.log(_MEAN) - _SPREAD**2 / 2
         lengths = np.exp(rng.normal(median, _SPREAD, count)).clip(8, SEQ_LENGTH)
         return Requests(self._ids(rng, lengths.astype(int).tolist()), [])
 
     def shared(self, count: int, clients: int, turn: int) -> Requests:
-        """Draw replies to one prompt.
+        """Draw one prompt with ``count`` different replies, each a timed request.
 
-        The untimed request, another reply to the prompt, has put the prompt into the server's
-        cache.
+        One more reply to the prompt is the only request in ``Requests.seen``, which is sent first:
+        so the prompt is in the server's prefix cache when the timed requests arrive. ``clients``
+        and ``turn`` only seed the random numbers.
         """
         rng = _make_random("shared", clients, turn)
         (prompt,) = self._ids(rng, [PROMPT])

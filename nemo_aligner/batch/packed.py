@@ -56,7 +56,7 @@ class LabelColumns:
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
     def select(self, rows: Tensor) -> LabelColumns:
-        """Select the labels in ``rows [l]`` int64."""
+        """Select the labels in the rows with the indices ``rows`` (1-D, int64)."""
         return replace(self, values=self.values[rows])
 
     def measured_means(self) -> tuple[float, ...]:
@@ -154,32 +154,38 @@ class Records:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples, Q."""
+        """Number of samples of all records."""
         return len(self.reward_bounds) - 1
 
     @property
     def num_rewards(self) -> int:
-        """Number of rewards, S."""
+        """Number of rewards of all records."""
         return int(self.reward_bounds[-1])
 
     @property
     def record_bounds(self) -> Tensor:
-        """Index of the first reward of each record, then S: ``[R + 1]`` int64."""
+        """Where the rewards of each of the R records begin and end: ``[R + 1]`` int64.
+
+        Record r has the rewards from ``record_bounds[r]`` up to ``record_bounds[r + 1]``.
+        """
         return self.reward_bounds[self.sample_bounds]
 
     @cached_property
     def label_bounds(self) -> Tensor:
-        """Index of each record's first row of labels, then L: ``[R + 1]`` int64."""
+        """Where the rows of ``labels`` of each of the R records begin and end: ``[R + 1]`` int64.
+
+        Record r has the rows from ``label_bounds[r]`` up to ``label_bounds[r + 1]``.
+        """
         # Compute the bounds only once: every training step needs them, and they are sums over all
         # records of the data set, maybe millions.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the indices ``[q]`` int64 of all samples of the records ``indices``, in order."""
+        """Return the indices (1-D, int64) of all samples of the records ``indices``, in order."""
         return _find_items(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the indices ``[s]`` int64 of all rewards of the records ``indices``, in order."""
+        """Return the indices (1-D, int64) of all rewards of the records ``indices``, in order."""
         return _find_items(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:

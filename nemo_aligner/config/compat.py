@@ -114,13 +114,18 @@ class Translation:
             return  # the update is invalid; ``_Merging`` in ``load.py`` reports this later
 
     def translate(self, update: DictConfig, location: str) -> DictConfig:
-        """Return a copy of an update with our keys instead of NeMo-Aligner's.
+        """Translate the keys of a settings file, or of a ``key=value`` argument, to our keys.
 
-        Messages about rejected values are added to ``problems``. Comparisons with settings that are
-        not loaded yet are added to ``pending``.
+        A message about each rejected value is added to ``problems``. If a value must equal one of
+        our own settings, the check is added to ``pending``, because those are not loaded yet.
 
         Args:
-            location: file of the update, for error messages; empty for the command line.
+            update: the settings with NeMo-Aligner's keys or ours; ``register`` already has them.
+            location: path of the settings file, for error messages; empty for the command line.
+
+        Returns:
+            A copy of ``update`` with our keys only. It lacks the keys of NeMo-Aligner that have no
+            counterpart here, and those that a later update sets again.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         leaves = dict(_list_leaves(tree))

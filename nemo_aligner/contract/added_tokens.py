@@ -118,8 +118,8 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
         if all(isinstance(rule, bool) for rule in rules.values()):
             return AddedToken(entry["content"], **{"special": special, **rules})
     raise DataError(
-        f"{location}: got {shown(entry)}, wanted a token as a text, or as an object with content "
-        "and rules"
+        f"{location}: got {shown(entry)}, wanted a token: a string, or an object with a string "
+        f"under the key content. Its keys {', '.join(_RULES)} must be true or false, or missing"
     )
 
 

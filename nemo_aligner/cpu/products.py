@@ -169,7 +169,13 @@ def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> in
 def _is_same(
     size: int, weight: Tensor, bias: Tensor | None, reference: int, kind: tuple[Any, ...]
 ) -> bool:
-    """Tell if a matmul of ``size`` rows is bit-identical to one of ``reference`` rows, by trial."""
+    """Tell if a row has bit-identical results in matmuls of ``size`` and of ``reference`` rows.
+
+    A trial decides this (``_has_same_bits``); its result is stored in ``_TRIED``.
+
+    Args:
+        kind: what the result depends on in addition to the two sizes, such as the weight's shape.
+    """
     name = ("is the same", size, reference, *kind)
     if name not in _TRIED:
         _TRIED[name] = size == reference or _has_same_bits(size, weight, bias, reference)
@@ -195,7 +201,14 @@ def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[
 
 
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Try if every row of a matmul of ``size`` rows is bit-identical to one of ``rows`` rows."""
+    """Compute the same rows in matmuls of ``size`` and of ``rows`` rows, and compare the results.
+
+    The inputs are random, so ``weight`` and ``bias`` give only their shapes and dtype.
+
+    Returns:
+        True if every row of the matmul of ``size`` rows is bit-identical to the result that the
+        same input row has in the matmul of ``rows`` rows.
+    """
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
     expected = _any_product(drawn, drawn_weight, drawn_bias)
     repeated = torch.arange(size) % rows

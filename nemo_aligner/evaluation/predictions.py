@@ -350,7 +350,7 @@ def _parse_pair(value: Mapping[str, Any]) -> Prediction:
     if not right.size or not wrong.size:
         raise DataError("the item has no right reply or no wrong one; wanted at least one of each")
     if not np.isfinite(right[right.argmin()] - wrong[wrong.argmax()]):
-        raise DataError("a reward is missing or not finite")
+        raise DataError(f"rewards: got {value['rewards']!r:.60}, wanted only finite numbers")
     record, source = str(value.get("record", "")), str(value.get("source", ""))
     rewards = np.concatenate([right, wrong])
     sides = [_get_field(value, "texts", name) for name in names]
@@ -377,7 +377,10 @@ def _parse_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
         for key in ("rewards", "labels")
     )
     if not len(rewards) == len(labels) == len(names):
-        raise DataError(f"rewards, labels: wanted one number for each of {', '.join(names)}")
+        raise DataError(
+            f"rewards, labels: got {len(rewards)} and {len(labels)} numbers, wanted one of each "
+            f"for {', '.join(names)}"
+        )
     sample = _parse_sample(_get_field(value, "texts", RATED_COLUMN))
     record, source = str(value.get("record", "")), str(value.get("source", ""))
     return Prediction.of_rating(record, source, sample, rewards, labels)

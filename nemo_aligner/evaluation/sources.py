@@ -298,8 +298,8 @@ def open_server(
 ) -> Iterator[RewardSource]:
     """Connect to a running server, as a context; the path of the URL selects the protocol.
 
-    No path means a nemo-aligner server, ``/classify`` vLLM or the gateway, and ``/get_reward`` a
-    remote reward model of OpenRLHF.
+    No path means a server or a gateway of nemo-aligner, ``/classify`` vLLM's protocol, and
+    ``/get_reward`` that of OpenRLHF's remote reward models.
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
@@ -336,6 +336,6 @@ def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
         return ServedScorer(client)
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}. If it is not a nemo-aligner server, use {name}/classify for vLLM or "
-            f"the gateway, or {name}/get_reward for OpenRLHF's remote reward model."
+            f"server: {error}. If it is a vLLM server, set server={name}/classify. If it is a "
+            f"remote reward model of OpenRLHF, set server={name}/get_reward."
         ) from error

@@ -350,7 +350,11 @@ def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     extra: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
     prompt = extra.get(MESSAGES_KEY)
     if prompt is not None and not isinstance(prompt, list):
-        raise DataError(f"extra_env_info.{MESSAGES_KEY}: got {short(prompt)}, wanted messages")
+        raise DataError(
+            f"extra_env_info.{MESSAGES_KEY}: got {short(prompt)}, wanted a list of the messages "
+            f"before the reply. Use the data processor {PROCESSOR_NAME}, which writes it, or leave "
+            "the key out."
+        )
     messages = turns if prompt is None else [*prompt, turns[-1]]
     tools = extra.get(TOOLS_KEY)
     return Conversation(messages, tools) if tools else messages

@@ -93,7 +93,8 @@ class ChunkTree:
         rows = np.stack([part for parts in parts_by_level for part in parts])
         places = np.zeros(sum(lengths), dtype=np.int64)
         of_chunks = rows[:, previous:].reshape(-1)
-        # A row that several chunks have gets the same output in each of them.
+        # The last tokens of a shared prefix may be in the chunks of several sequences. Every one of
+        # these chunks computes the same output for such a token, so ``places`` may point to any.
         places[of_chunks[of_chunks >= 0]] = np.flatnonzero(of_chunks >= 0)
         bounds = [0, *accumulate(map(len, parts_by_level))]
         host = [rows, places, *(np.array(parents, np.int64) for parents in parents_by_level)]

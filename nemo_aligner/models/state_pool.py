@@ -14,9 +14,8 @@ class StatePool:
     """Memory for ``slots`` snapshots, for every linear attention layer of this rank.
 
     A snapshot is what a layer needs to continue a sequence behind a chunk: the states of its value
-    heads, and the inputs of the convolution at the last tokens. The layer has h key heads on this
-    rank, each with r value heads. The pool is allocated once. The prefix cache keeps track of which
-    slot has the snapshot behind which prefix.
+    heads, and the inputs of the convolution at the last tokens. The pool is allocated once. The
+    prefix cache keeps track of which slot has the snapshot behind which prefix.
     """
 
     def __init__(
@@ -54,12 +53,18 @@ class StatePool:
         """Read the snapshots in ``slots [n]`` int64 of layer ``number``.
 
         Returns:
-            States ``[n, h, r, k, v]`` fp32, and inputs of the convolution ``[n, taps - 1, h, c]``
-            in the model's dtype.
+            States ``[n, h, r, k, v]`` fp32: for each of this rank's h key heads and its r value
+            heads a matrix of k key channels by v value channels. And the inputs of the convolution
+            at the last tokens, ``[n, taps - 1, h, c]`` in the model's dtype: the convolution reads
+            ``taps`` tokens at a time, and c channels (query, key and values) for each key head.
         """
         return self._states[number][slots], self._inputs[number][slots]
 
     def write(self, number: int, slots: Tensor, states: Tensor, inputs: Tensor) -> None:
-        """Store snapshots, in the shapes that ``read`` returns, in ``slots [n]`` of a layer."""
+        """Store n snapshots of layer ``number`` in ``slots [n]`` int64.
+
+        Args:
+            states, inputs: as ``read`` returns them.
+        """
         self._states[number][slots] = states
         self._inputs[number][slots] = inputs

@@ -273,14 +273,18 @@ def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
 
 
 def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
-    """If the head reads the mean of the replies, attach the rows of the replies to a pack."""
+    """Attach to a pack which of its tokens belong to the replies, if the model's head needs that.
+
+    Only a head that averages the hidden states over each reply does; its model has a reply marker.
+    Otherwise the pack is returned unchanged.
+    """
     if model.reply_marker is not None:
         batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
     return batch
 
 
 def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
-    """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
+    """Find which tokens of a pack belong to the reply of each sequence, as indices on the host.
 
     If a sequence begins with cached tokens, they must end before the last marker of the sequence,
     because no hidden states exist for cached tokens.

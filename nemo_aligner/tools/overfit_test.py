@@ -186,8 +186,9 @@ def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
 def _check_metric(metric: str) -> None:
     if metric not in BOUNDS:
         raise ConfigError(
-            f"model.objective: its main metric is {metric}, for which the probe has no bounds. Use "
-            f"an objective whose main metric is {' or '.join(BOUNDS)}."
+            f"model.objective: its main metric is {metric}, and the probe does not know which "
+            f"values of {metric} pass. Use an objective whose main metric is "
+            f"{' or '.join(BOUNDS)}."
         )
 
 

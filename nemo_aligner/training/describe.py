@@ -21,7 +21,8 @@ from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
 
-# The first part describes the model and the steps before training, and the result after it.
+# Texts about the model and the steps, which a run prints before training, and about the result,
+# which it prints at its end.
 
 # Only this many steps are checked for even work over the ranks. Work is reported as uneven if the
 # busiest rank has more than this multiple of the mean.
@@ -185,7 +186,7 @@ def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: 
     return "\n".join(["next:", *shown])
 
 
-# The second part describes the checkpoints of a run.
+# Texts about the checkpoints of a run.
 
 _MOST_LISTED = 8
 

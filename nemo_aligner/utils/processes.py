@@ -22,7 +22,7 @@ from pathlib import Path
 import nemo_aligner
 from nemo_aligner.utils.errors import ConfigError, PeerError
 
-# The first part: which rank this process is, and which rank reports an error.
+# Find out which rank this process is, and choose the rank that reports an error.
 
 # Seconds that a rank with an error waits to be ended by the launcher, so that another rank's
 # message is printed first.
@@ -223,7 +223,7 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-# The second part formats ``nemo-aligner`` commands for messages, and starts them.
+# Format ``nemo-aligner`` commands for messages, and prepare to start them as subprocesses.
 
 _WIDTH = 78
 
@@ -275,8 +275,7 @@ def environment_of_one_process() -> dict[str, str]:
     }
 
 
-# The third part makes temporary folders that are removed when their process ends, even if it is
-# killed.
+# Make temporary folders that are removed when their process ends, even if it is killed.
 
 # A shell script that removes the folder when its stdin ends. Its stdin is a pipe that this process
 # holds open until it ends, even by SIGKILL. The script ignores the signals that a terminal, a

@@ -214,7 +214,7 @@ def test_settings_that_do_not_fit_are_errors(config: Mapping[str, Any], wanted: 
 def test_a_log_without_messages_and_a_prompt_that_is_none_are_errors() -> None:
     with pytest.raises(DataError, match="without messages"):
         environment().step([[]], [None])
-    with pytest.raises(DataError, match=r"extra_env_info\.messages: got text, wanted messages"):
+    with pytest.raises(DataError, match=r"extra_env_info\.messages: got text, wanted a list of"):
         environment().step([said("a", "b")], [{"messages": "text"}])
 
 

@@ -340,7 +340,8 @@ class _Header:
         kind, count = self._read_number("I"), self._read_number("Q")
         if count > items_left:
             raise self._error(
-                f"an array of {count} items, wanted at most {_MAX_ITEMS} in all arrays"
+                f"an array of {count} items, wanted at most {_MAX_ITEMS} items in all arrays of "
+                "the file together"
             )
         if kind == _STRING:
             for _ in range(count):
@@ -374,7 +375,10 @@ class _Header:
         self._position += size
 
     def _error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {problem}")
+        return CheckpointError(
+            f"not a readable GGUF file: byte {self._position}: got {problem}. The file is probably "
+            "damaged: download or convert it again."
+        )
 
 
 # Conversion of the tokenizer. transformers reads it from the file, but ignores some of its rules.

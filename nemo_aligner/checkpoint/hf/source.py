@@ -430,7 +430,8 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
             parts = rule.split(torch.empty(size, device="meta"), config)
         except (RuntimeError, TypeError) as error:  # raised by torch if a size is too large
             raise CheckpointError(
-                f"config.json: its sizes imply an impossible shape of {rule.megatron}: {size}"
+                f"config.json: its sizes give the tensor {rule.megatron} the shape {list(size)}, "
+                "which torch cannot create. Correct the sizes, such as hidden_size or vocab_size."
             ) from error
         for name, part in zip(rule.hf, parts, strict=True):
             shapes[name] = tuple(part.shape)

@@ -59,6 +59,7 @@ ShardedStateDict = dict[str, Any]
 StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 T = TypeVar("T")
 _SHOWN_KEYS = 5
+_TRANSFORMED = "compressed or otherwise transformed data is not supported; save it untransformed"
 
 
 class TensorStore(ABC):
@@ -308,7 +309,7 @@ class TorchDistStore(TensorStore):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
+            raise ValueError(_TRANSFORMED)
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
@@ -394,7 +395,7 @@ def _locate_shards(
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
+            raise ValueError(_TRANSFORMED)
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
@@ -464,7 +465,7 @@ def read_shard(
     if location is None:
         shard = load_plain(stored)
         if not isinstance(shard, Tensor) or shard.shape != torch.Size(shape):
-            raise ValueError(f"the shard does not have the shape {list(shape)} of the index")
+            raise ValueError(f"got no tensor of shape {list(shape)}, which the index promises")
         target.copy_(shard[slices_of(offsets, target.shape)])
         return
     start, dtype = location
@@ -481,7 +482,7 @@ def read_shard(
         # on the host.
         content = bytearray(rows.size(0) * row)
         if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise ValueError("the file ends within the shard")
+            raise ValueError("the file ends before the data does: copy the checkpoint again")
         block = torch.frombuffer(content, dtype=dtype).view(rows.size(0), *shape[1:])
         rows.copy_(block[(slice(None), *inside)])
 
@@ -495,8 +496,7 @@ def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ..
 def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
     """Find the offset in bytes and the dtype of a shard's data, if the data is contiguous.
 
-    Returns:
-        None if only torch can load the shard, because its byte order, strides or dtype are unusual.
+    Return None if only torch can load the shard, as its byte order, strides or dtype are unusual.
     """
     outline = outline_of(stored)
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":

@@ -96,7 +96,11 @@ class ServerClient(Generic[C]):
             self._background.close()
 
     async def aclose(self) -> None:
-        """Close the connections of a client with ``in_callers_loop``; no call may be in flight."""
+        """Close the connections of a client that was created with ``in_callers_loop=True``.
+
+        Such a client sends requests in the caller's event loop instead of a background thread.
+        Await all its calls first. Other clients are closed by ``close``.
+        """
         if self._local_connections is not None:
             await self._local_connections.close()
 
@@ -108,7 +112,8 @@ class ServerClient(Generic[C]):
     async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Await ``work(connections, *args)`` for at most ``timeout_s``.
 
-        It runs in the background thread, or with ``in_callers_loop`` in the calling event loop.
+        It runs in the background thread or, if the client was created with
+        ``in_callers_loop=True``, in the calling event loop.
         """
         if not self._in_callers_loop:
             return await asyncio.wrap_future(self._submit(work, *args))

@@ -417,7 +417,9 @@ class RowCollector:
                 scored = await self._pool.infer(
                     encode_request(part), len(part.rows), self._is_probe
                 )
-            except TooManyRowsError as error:  # a server with a lower limit answers now
+            # When the call was split, every known server accepted requests of this size. Those
+            # servers are gone now, and the ones that answer accept fewer rows, so split again.
+            except TooManyRowsError as error:
                 await _run_all(self._score(piece) for piece in part.split(error.limit))
                 return
             except RefusedError as refusal:

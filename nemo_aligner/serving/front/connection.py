@@ -401,9 +401,9 @@ class Connection(HttpToolsProtocol):
         other than CRLF.
         """
         if self.phase != HEAD:
-            raise malformed_request("a second request begins inside it")
+            raise malformed_request("another request begins before this one is complete")
         if http_version not in ("1.1", "1.0"):
-            raise malformed_request(f"its version is {http_version}")
+            raise malformed_request(f"its version is {http_version}, wanted 1.1 or 1.0")
         if len(headers) != len(self.headers):
             self._check_repeated_headers()
         length = headers.get(b"content-length")
@@ -416,7 +416,7 @@ class Connection(HttpToolsProtocol):
             self.body_bytes = 0
         elif coding is not None:
             if coding.strip().lower() != b"chunked" or http_version == "1.0":
-                raise malformed_request("its Transfer-Encoding is not chunked, or is in HTTP/1.0")
+                raise malformed_request("Transfer-Encoding must be chunked, and needs HTTP/1.1")
             self.phase = CHUNKED
             self.body_bytes = self.chunks = self.chunked_bytes = self.empty_lines = 0
         if method == "CONNECT":

@@ -132,7 +132,14 @@ def read(body: VerifyRequest) -> ScoreRequest:
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
-    """Read the prompt with a one-character reply, to find out if the prompt is at fault."""
+    """Build the conversation with the reply ``.`` in place of the policy's reply.
+
+    Every scoring contract accepts this reply. If a rollout is rejected, the front scores it again
+    with this reply: if it is rejected again, the prompt is at fault, else the policy's reply.
+
+    Raises:
+        ServingError: the prompt has items that are not text.
+    """
     other = {"role": "assistant", "content": _OTHER_REPLY}
     return ScoreRequest(texts=[_build_conversation(body, [other])])
 

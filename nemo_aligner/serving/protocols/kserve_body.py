@@ -205,14 +205,20 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
     try:
         return values.reshape(shape)
     except ValueError:  # ValueError: the product of the sizes overflows, e.g. next to a size of 0
-        raise ServingError(f"shape: got {shape}, which is too large") from None
+        raise ServingError(
+            f"shape: got {shape}, which is too large: without the zeros, its sizes must multiply "
+            "to less than 2**63 bytes. Send an empty tensor with smaller sizes"
+        ) from None
 
 
 def _check_shape(sizes: Any) -> list[int]:
     is_list = isinstance(sizes, list) and len(sizes) <= _MOST_DIMENSIONS
     if not is_list or not all(_is_size(size) and size <= _MOST_ITEMS for size in sizes):
         actual = "nothing" if sizes is None else shown(sizes)
-        raise ServingError(f"shape: got {actual}, wanted a list of sizes")
+        raise ServingError(
+            f"shape: got {actual}, wanted a list of sizes: at most {_MOST_DIMENSIONS} integers "
+            f"from 0 to {_MOST_ITEMS}"
+        )
     return sizes
 
 

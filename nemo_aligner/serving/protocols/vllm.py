@@ -48,8 +48,9 @@ from nemo_aligner.utils.errors import ServingError
 _BY_CONTRACT = "the model's scoring contract decides how a sample is scored"
 _NO_ACTIVATION = "a reward has no activation"
 _ONE_FORM = "no other value is supported"
-# Fields that ask for another score or another form of answer than this server gives: field ->
-# (values that are accepted because they change nothing, reason why others are not supported).
+# Fields by which a client of vLLM can change how samples are scored, or the form of the answer.
+# This server supports neither: field -> (values that are accepted because they change nothing,
+# reason why others are not supported).
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_activation": ((None, False), _NO_ACTIVATION),
     "activation": ((None, False), _NO_ACTIVATION),
@@ -150,7 +151,12 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Read samples; raise ServingError if there are none, or fields ask for another score."""
+    """Read the samples in ``input``, or the single conversation in ``messages``.
+
+    Raises:
+        ServingError: there are no samples, or both ``input`` and ``messages``; or a field asks for
+            scoring that differs from the scoring contract's, such as another chat template.
+    """
     if (body.input is None) == (body.messages is None):
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
@@ -237,7 +243,15 @@ def read_texts(body: PoolingRequest) -> ScoreRequest:
 
 
 def check_fixed(body: Body, special_tokens: bool) -> None:
-    """Raise ServingError if a field of ``_FIXED`` asks for another score than this server gives."""
+    """Check the fields of a body that would change how samples are scored, or the answer's form.
+
+    Args:
+        special_tokens: the only accepted value of ``add_special_tokens``, in addition to null.
+
+    Raises:
+        ServingError: ``add_special_tokens`` or a field of ``_FIXED`` has a value that is not
+            accepted.
+    """
     fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name][0]:

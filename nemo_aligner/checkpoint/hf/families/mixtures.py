@@ -115,19 +115,26 @@ def _experts_of(config: Config) -> ExpertShape:
 
 
 def _layer_rules(moe: str, *added: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return Llama's rules of a layer, with experts instead of the MLP.
+    """Return the rules that translate a layer's tensors: Llama's, with experts instead of the MLP.
 
     Args:
-        moe: name of the module with router and experts.
+        moe: Hugging Face name of the layer's module with the router and the experts.
         added: more rules of the layer.
-        gate, up, down: names of an expert's projections.
+        gate, up, down: Hugging Face names of an expert's three projections, such as ``gate_proj``.
     """
     experts = _expert_rules(moe, gate, up, down)
     return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *added)
 
 
 def _expert_rules(moe: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules of router and experts; arguments as in ``_layer_rules``."""
+    """Return the rules that translate the tensors of a layer's router and experts.
+
+    A rule maps a Megatron tensor to its Hugging Face tensors.
+
+    Args:
+        moe: Hugging Face name of the layer's module with the router and the experts.
+        gate, up, down: Hugging Face names of an expert's three projections, such as ``gate_proj``.
+    """
     names = [f"{moe}.experts.{base.EXPERT}.{name}.weight" for name in (gate, up, down)]
     router = Rule("mlp.router.weight", (f"{moe}.gate.weight",))
     return (router, *base.experts_rules("experts", *names))
@@ -144,7 +151,12 @@ _GGUF_WIDTHS = {
 
 
 def _gguf_names(moe: str, *, gate: str, up: str, down: str) -> dict[str, str]:
-    """Map GGUF's names of a layer's tensors to Hugging Face's; arguments as in ``_layer_rules``."""
+    """Map GGUF's names of a layer's tensors to Hugging Face's.
+
+    Args:
+        moe: Hugging Face name of the layer's module with the router and the experts.
+        gate, up, down: Hugging Face names of an expert's three projections, such as ``gate_proj``.
+    """
     parts = {"gate": gate, "up": up, "down": down}
     return {
         **base.ATTENTION_NAMES,
