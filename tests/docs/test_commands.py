@@ -54,6 +54,13 @@ NEEDS = {
 }
 # Commands that come before a page's own, after the common files are made.
 BEFORE = {
+    "docs/tasks.md": [
+        "nemo-aligner data split pairs.jsonl --output data --heldout 0.1",
+        "nemo-aligner train model.data.data_prefix.train=data/train.jsonl"
+        " model.data.data_prefix.validation=data/heldout.jsonl"
+        " pretrained_checkpoint.restore_from_path=base.nemo"
+        " exp_manager.explicit_log_dir=results/first",
+    ],
     "docs/evaluation.md": [
         "cp -r results/second results/first",
         "nemo-aligner serve rm_model_file=megatron_gpt.nemo",

@@ -25,6 +25,7 @@ SMALL = (
     "model.tensor_model_parallel_size=1",
     "model.pipeline_model_parallel_size=1",
     "model.context_parallel_size=1",
+    "model.activations_checkpoint_num_layers=null",
     "model.sequence_parallel=false",
     "model.global_batch_size=8",
     "model.micro_batch_tokens=512",

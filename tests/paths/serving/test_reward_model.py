@@ -215,7 +215,11 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
             ask("/pooling", {"input": [raw]})["data"][0]["data"],
             ask("/v1/rewards", {"conversations": [chat]})["rewards"][0],
             ask("/classify", {"messages": chat})["data"][0]["probs"],
-            [*ask("/verify", rollout)["reward_components"].values()],
+            [
+                value
+                for name, value in ask("/verify", rollout).items()
+                if name.startswith("attribute/")
+            ],
         ]
         merged = ask("/score", {"text_1": asked, "text_2": said})["data"][0]["score"]
         shown = call(app, "/metrics").body.decode()
