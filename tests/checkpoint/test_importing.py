@@ -408,7 +408,7 @@ def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_pat
             ("pool", "use_avg_pool: got true"),
             ("critic", "output_sequence: got true"),
             ("weights", r"attribute_weights: got \[1.0, 2.0, 3.0\], wanted 2 numbers"),
-            ("whole", rf"model\.{fc2}: got torch\.int8, wanted fp32"),
+            ("whole", rf"model\.{fc2}: dtype: got torch\.int8, wanted fp32"),
         ):
             with refused(name, message):
                 import_nemo(sources[name], output)

@@ -188,8 +188,8 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
             if re.search(r"[ \"']nemo[_-]aligner\b", line) or unknown:
                 wrong.append(f"{name_of(path)}: {line}")
     assert wrong == []
-    readme = (ROOT / "README.md").read_text()
-    assert {name for name in extras if not re.search(rf"\b{name}\b[`,\]]", readme)} == set()
+    page = (ROOT / "docs" / "getting_started.md").read_text()
+    assert {name for name in extras if not re.search(rf"\b{name}\b[`,\]]", page)} == set()
 
 
 def test_extras_bring_all_that_is_imported_with_them_alone() -> None:

@@ -394,7 +394,7 @@ def test_export_refuses_what_has_no_place_or_would_be_overwritten(
         for archive, output, pattern in (
             (three, "there", "it exists already"),
             (three, "file/out", r"file/out: cannot be written"),
-            (base, "out", r"base\.nemo: it has no scoring contract"),
+            (base, "out", r"base\.nemo: it is a base model without a reward head"),
             (bias, "out", "its reward head has a bias"),
             (router, "out", r"do not belong to the model.*router\.weight"),
         ):

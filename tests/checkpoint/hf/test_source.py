@@ -154,9 +154,9 @@ def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
         assert folder.load_tokenizer().encode(text) == expected
     of_config = partial(edit, name="tokenizer_config.json")
     damages = [
-        (partial(of_config, added_tokens_decoder=[1]), r"got \[1\], wanted an object id"),
+        (partial(of_config, added_tokens_decoder=[1]), r"got \[1\], wanted an object that maps ids"),
         (partial(of_config, added_tokens_decoder={"1": 2}), "got 2, wanted a token"),
-        (partial(edit, name="added_tokens.json", **{"<a>": "b"}), "wanted an object token"),
+        (partial(edit, name="added_tokens.json", **{"<a>": "b"}), "wanted an object that maps tokens"),
         (partial(of_config, extra_special_tokens=3), "got 3, wanted a list"),
     ]
     check_refused(changed_base, damages)
@@ -254,7 +254,7 @@ def test_conversion_without_a_network_reads_the_cache_of_the_hub(
     options = ("--output", str(tmp_path / "out/rm.nemo"), "--input")
     lost = tiny.run_verb("convert", *options, "some-org/Lost", env=environment, check=False)
     assert lost.returncode == 1
-    assert "CheckpointError: some-org/Lost: there is no folder with this path, and" in lost.stderr
+    assert "CheckpointError: some-org/Lost: there is no such folder, and no such" in lost.stderr
     assert "Traceback" not in lost.stderr
     assert not (tmp_path / "out").exists()
     done = tiny.run_verb("convert", *options, "some-org/Tiny-RM", env=environment)
