@@ -101,7 +101,7 @@ def test_fingerprint_is_read_without_the_weights(archive: Path, tmp_path: Path) 
     cut.write_bytes(b"no tar" * 1000)
     with pytest.raises(CheckpointError, match=r"cut\.nemo: cannot be read"):
         read_fingerprint(cut)
-    with pytest.raises(CheckpointError, match=r"no/such\.nemo: no such \.nemo archive"):
+    with pytest.raises(CheckpointError, match=r"no/such\.nemo: there is no checkpoint"):
         read_fingerprint("no/such.nemo")
 
 

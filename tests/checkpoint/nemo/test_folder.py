@@ -76,11 +76,11 @@ def test_megatron_lm_arguments_may_lie_among_the_tensors_and_are_never_code(
         check(load(source, layout).model, tensors)
     common = {"args": Namespace(num_layers=Bomb(tmp_path / "executed"))}
     foreign.put_common_among_shards(run / ITERATION, common)
-    refuse(run, layout, r"common_state/shard_0_1: refused")
+    refuse(run, layout, r"common_state/shard_0_1: cannot be read safely")
     (run / ITERATION / "__9_0.distcp").unlink()
     refuse(run, layout, r"__9_0\.distcp: common_state/shard_0_1: cannot be read")
     torch.save(common, run / ITERATION / "common.pt")
-    refuse(run, layout, r"common\.pt: refused")
+    refuse(run, layout, r"common\.pt: cannot be read safely")
     assert not (tmp_path / "executed").exists()
 
 
@@ -101,7 +101,7 @@ def test_folder_that_is_not_nemos_is_told_where_to_go(
         for write in (import_nemo, convert_hf_to_nemo):
             with refused(write.__name__, r"adapter: got an adapter.*its base first"):
                 write(adapter, tmp_path / "ours.nemo")
-        with refused("nowhere", "no such"):
+        with refused("nowhere", "there is no checkpoint"):
             load(tmp_path / "nowhere.gguf", layout)
 
 
