@@ -111,7 +111,11 @@ def test_latent_attention_config_of_what_is_not_built_is_rejected() -> None:
         (with_latent, {"qk_pos_emb_head_dim": 7}, "qk_pos_emb_head_dim: got 7, wanted an even"),
         (with_latent, {"v_head_dim": 25}, "v_head_dim: got 25, wanted at most the 24 channels"),
         (with_latent, {"kv_lora_rank": 0}, "kv_lora_rank: got 0, wanted a whole number above 0"),
-        (plain, {"kv_lora_rank": 33}, "kv_lora_rank: got 33 without q_lora_rank, wanted kv_lora_rank"),
+        (
+            plain,
+            {"kv_lora_rank": 33},
+            "kv_lora_rank: got 33 without q_lora_rank, wanted kv_lora_rank",
+        ),
         (plain, {"zero_query_groups": 1}, "zero_query_groups: got 1 without q_lora_rank"),
     ]
     for config, changes, message in bad:

@@ -154,9 +154,15 @@ def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
         assert folder.load_tokenizer().encode(text) == expected
     of_config = partial(edit, name="tokenizer_config.json")
     damages = [
-        (partial(of_config, added_tokens_decoder=[1]), r"got \[1\], wanted an object that maps ids"),
+        (
+            partial(of_config, added_tokens_decoder=[1]),
+            r"got \[1\], wanted an object that maps ids",
+        ),
         (partial(of_config, added_tokens_decoder={"1": 2}), "got 2, wanted a token"),
-        (partial(edit, name="added_tokens.json", **{"<a>": "b"}), "wanted an object that maps tokens"),
+        (
+            partial(edit, name="added_tokens.json", **{"<a>": "b"}),
+            "wanted an object that maps tokens",
+        ),
         (partial(of_config, extra_special_tokens=3), "got 3, wanted a list"),
     ]
     check_refused(changed_base, damages)

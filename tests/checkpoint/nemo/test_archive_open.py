@@ -101,7 +101,10 @@ def test_open_names_what_is_no_archive_of_a_model(archive: Path, tmp_path: Path)
             archive.write_bytes(content)
             with refused(content[:20], r"model\.nemo"), open_nemo(archive):
                 pass
-        with refused("nowhere", r"nowhere\.nemo: there is no checkpoint"), open_nemo("nowhere.nemo"):
+        with (
+            refused("nowhere", r"nowhere\.nemo: there is no checkpoint"),
+            open_nemo("nowhere.nemo"),
+        ):
             pass
         with tarfile.open(archive, "w") as tar:
             tar.add(tmp_path / "t", "./tokenizer")

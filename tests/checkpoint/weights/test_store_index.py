@@ -83,7 +83,10 @@ def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
     damages = [
         (write(".metadata"), "cannot be read safely"),
         (write("common.pt"), "cannot be read safely"),
-        (index_edit(lambda metadata: setattr(metadata, "planner_data", {"x": bomb})), "cannot be read safely"),
+        (
+            index_edit(lambda metadata: setattr(metadata, "planner_data", {"x": bomb})),
+            "cannot be read safely",
+        ),
         (put_under(EMBEDDING), r"missing: model\.embedding"),
         (put_under(EMBEDDING, is_object=False), r"model\.embedding: cannot be read"),
     ]
@@ -124,7 +127,10 @@ def hostile_pickles() -> Iterator[tuple[bytes, str]]:
     And one that changes a class: BUILD with a pair of states sets the second one's attributes.
     """
     module = b"torch.distributed.checkpoint."
-    yield b"c" + module + b"metadata\nMetadata\n(N}(S'planted'\nI1\nutb.", r"\.metadata: cannot be read safely"
+    yield (
+        b"c" + module + b"metadata\nMetadata\n(N}(S'planted'\nI1\nutb.",
+        r"\.metadata: cannot be read safely",
+    )
 
     tuples = b")" + b"2\x86" * 40
     record = b"c" + module + b"metadata\nMetadataIndex\n)\x81"

@@ -112,7 +112,10 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
         pooled = call(app, "/pooling", asked).json["data"][0]["data"]
         assert np.float32(pooled).tobytes() == wanted[0].rewards.tobytes()
         refused = call(app, "/classify", asked)
-        assert (refused.status, "post to /pooling" in refused.json["error"]["message"]) == (400, True)
+        assert (refused.status, "post to /pooling" in refused.json["error"]["message"]) == (
+            400,
+            True,
+        )
 
 
 def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
