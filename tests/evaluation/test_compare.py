@@ -133,7 +133,7 @@ def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         "{": "a.jsonl:1: malformed JSON",
         '{"a": 1}\n{': "a.jsonl:1: rewards: got a row with the keys 'a'",
         '{"rewards": {"chosen": 1}}': "rewards: got the keys 'chosen', wanted 'rejected'",
-        '{"rewards": {"chosen": null, "rejected": 1}}': "wanted only finite numbers",
+        '{"rewards": {"chosen": null, "rejected": 1}}': "None, 'rejected': 1}, wanted only finite",
         '{"rewards": {"chosen": "x", "rejected": 1}}': "rewards.chosen: got 'x', wanted a number",
         '{"rewards": {"chosen": 0, "rejected": 1}, "texts": 3}': "texts: got a row with the keys",
         '{"rewards": {"chosen": 0, "rejected": 1}, "texts": {"chosen": [3], "rejected": "b"}}': (
