@@ -18,6 +18,7 @@ from tests.harness.launching import ROOT
 
 HEADS = 8  # and as many query groups, for as many ranks
 PAIRS = 16
+HUB_PAIRS = 80  # split at 0.1, they still fill one batch of the default 64
 RUN = ("model.global_batch_size=8", "model.optim.sched.warmup_steps=1")
 JUST_EVAL = ("helpfulness", "clarity", "factuality", "depth", "engagement")
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -100,7 +101,8 @@ def _write_data(folder: Path) -> None:
     _write(folder / "helpsteer2_validation.jsonl", rated[PAIRS:])
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
     (folder / "just_eval_5attr.jsonl.gz").write_bytes(gzip.compress(just.read_bytes()))
-    _copy(folder / "pairs.jsonl", folder / "Anthropic/hh-rlhf")
+    (folder / "Anthropic").mkdir()
+    tiny.write_pairs(folder / "Anthropic/hh-rlhf", HUB_PAIRS)
     answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]
     (folder / "dev_feedback.json.gz").write_bytes(gzip.compress(json.dumps(answers).encode()))
 
