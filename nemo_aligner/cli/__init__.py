@@ -13,5 +13,5 @@ A verb is a subcommand, such as ``train``.
    ``checkpoint.py`` (``convert``, ``import``, ``export``, ``merge``), ``data.py`` (``data ...``).
 
 ``run_VERB`` imports what it needs, so that ``--help`` and errors in settings need no torch.
-``reference.py`` generates docs/settings.md and docs/migration/nemo_aligner_keys.md.
+``scripts/reference.py`` generates docs/settings.md from the parsers.
 """

@@ -38,7 +38,12 @@ class Parser(argparse.ArgumentParser):
         setting_keys: keys of the settings that the verb accepts as ``key=value``.
         settings_are_flags: whether the verb has flags for settings: then errors about a setting
             ``key`` name the flag ``--key``.
+
+    Attributes:
+        schema: dataclass of the settings that the help text lists; None if it lists none.
     """
+
+    schema: type | None = None
 
     def __init__(
         self,
@@ -165,6 +170,7 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
         settings_are_flags=False,
         epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
+    parser.schema = schema
     # This default is also for verbs without --processes: ``starts_ranks`` reads ``processes``.
     parser.set_defaults(processes=None)
     if has_ranks:
