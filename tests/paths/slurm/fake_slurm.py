@@ -25,11 +25,12 @@ POLL_S = 0.02
 
 def submit(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("sbatch")
-    for option in ("job-name", "time", "signal", "open-mode", "output", "array"):
+    for option in ("job-name", "time", "signal", "open-mode", "output", "array", "mem"):
         parser.add_argument(f"--{option}")
-    for option in ("nodes", "ntasks-per-node", "gpus-per-node"):
+    for option in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task"):
         parser.add_argument(f"--{option}", type=int)
-    parser.add_argument("--requeue", action="store_true")
+    for option in ("requeue", "exclusive"):
+        parser.add_argument(f"--{option}", action="store_true")
     parser.add_argument("script", type=Path)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -54,6 +55,7 @@ def run_job(options: argparse.Namespace, index: int, task: int) -> int:
         "SLURM_SUBMIT_DIR": os.getcwd(),
         "SLURM_JOB_NODELIST": os.environ["FAKE_SLURM_NODELIST"],
         "SLURM_NNODES": str(options.nodes),
+        "SLURM_CPUS_PER_TASK": str(options.cpus_per_task),
         "SLURM_NTASKS_PER_NODE": str(options.ntasks_per_node),
         "SLURM_NTASKS": str(options.nodes * options.ntasks_per_node),
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import stat
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.processes import find_process
 from tests.harness import tiny
+from tests.paths.slurm.real_slurm import MISSING, PATH, cluster
 
 SLURM = tiny.ROOT / "scripts/slurm"
 SHELL = [*tiny.ROOT.glob("scripts/*.sh"), *SLURM.iterdir(), tiny.ROOT / ".ci/run"]
@@ -40,20 +43,20 @@ sys.exit(int(os.environ.get("FAKE_TASK_CODE", "0")))
 
 
 class FakeSlurm:
-    """A folder to submit from, with the scripts and with Slurm's programs on the path."""
+    """A folder to submit from, with the scripts, and with ``fakes`` of Slurm's programs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._programs = folder, folder / "programs"
-        self._programs.mkdir()
+    def __init__(self, folder: Path, fakes: bool = True) -> None:
+        self.folder, self.programs = folder, folder / "programs"
+        self.programs.mkdir()
         fake = Path(__file__).with_name("fake_slurm.py")
-        for name in ("sbatch", "srun", "scontrol"):
+        for name in ("sbatch", "srun", "scontrol") if fakes else ():
             self.add_program(name, fake, name)
         self.add_program("nemo-aligner", tiny.ROOT / "nemo_aligner/__main__.py")
         for name in ("scripts", "conf"):
             (folder / name).symlink_to(tiny.ROOT / name)
 
     def add_program(self, name: str, *command: str | Path) -> None:
-        path = self._programs / name
+        path = self.programs / name
         path.write_text(f'#!/bin/sh\nexec {sys.executable} {" ".join(map(str, command))} "$@"\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
@@ -70,7 +73,7 @@ class FakeSlurm:
             FAKE_SLURM_JOB_ID=str(job_with_free_port()),
             **environment,
         )
-        variables["PATH"] = f"{self._programs}:{variables['PATH']}"
+        variables["PATH"] = f"{self.programs}:{variables['PATH']}"
         return subprocess.run(
             ["sbatch", *arguments],
             cwd=self.folder,
@@ -146,6 +149,42 @@ def test_task_of_slurm_is_a_rank(
     assert [task["arguments"] for task in tasks] == [arguments] * ranks
 
 
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ("", "--kill-on-bad-exit=1 nemo-aligner train a=b"),
+        (
+            "rm.sif",
+            "--kill-on-bad-exit=1 apptainer exec --nv --bind {folder},/data:/d,/big --pwd {folder} "
+            "rm.sif nemo-aligner train a=b",
+        ),
+        (
+            "registry.example/rm:1",
+            "--kill-on-bad-exit=1 --container-image=registry.example/rm:1 "
+            "--container-mounts={folder}:{folder},/data:/d,/big:/big --container-workdir={folder} "
+            "nemo-aligner train a=b",
+        ),
+    ],
+    ids=["no image", "apptainer", "pyxis"],
+)
+def test_task_runs_in_the_container_with_its_cpus(
+    tmp_path: Path, image: str, expected: str
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
+    srun.chmod(0o755)
+    variables = tiny.environment(
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        CONTAINER_IMAGE=image,
+        CONTAINER_MOUNTS="/data:/d,/big",
+        SLURM_CPUS_PER_TASK="6",
+    )
+    variables.pop("OMP_NUM_THREADS")
+    command = ["bash", "-ec", f"source {SLURM}/job.sh; launch train a=b"]
+    shown = subprocess.check_output(command, cwd=tmp_path, env=variables, text=True)
+    assert shown.strip() == f"6 6 {expected.format(folder=tmp_path)}"
+
+
 def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
     slurm.add_fake_task()
     done = slurm.sbatch("--array=3-5", "--job-name=mine", "scripts/slurm/train_seeds.sbatch", "a=b")
@@ -185,12 +224,11 @@ def test_job_whose_time_is_up_goes_on_where_something_is_left(
         assert failed.returncode in (1, 143)  # which of them comes first is random
 
 
-def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
-    slurm: FakeSlurm, tmp_path: Path
-) -> None:
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
-    pairs = tiny.write_pairs(tmp_path / "train.jsonl", 40)
-    settings = [
+def run_settings(folder: Path) -> list[str]:
+    """Settings of a small run of 24 steps, without its folder."""
+    base = tiny.write_base_nemo(folder / "base.nemo")
+    pairs = tiny.write_pairs(folder / "train.jsonl", 40)
+    return [
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train={pairs}",
         "exp_manager.create_tensorboard_logger=false",
@@ -201,9 +239,30 @@ def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
         "trainer.rm.max_steps=24",
         "trainer.rm.max_epochs=10",
     ]
-    config = "--config", "conf/train_reward_model.yaml"
-    alone, requeued = tmp_path / "alone", tmp_path / "requeued"
-    tiny.run_verb("train", *config, *settings, f"exp_manager.explicit_log_dir={alone}", processes=2)
+
+
+def check_resumed_run(log: str, resumed: Path, settings: list[str]) -> None:
+    """Compare a run that was stopped in time and preempted with one that was left alone."""
+    alone = resumed.with_name("alone")
+    tiny.run_verb(
+        "train",
+        "--config",
+        "conf/train_reward_model.yaml",
+        *settings,
+        f"exp_manager.explicit_log_dir={alone}",
+        processes=2,
+    )
+    assert "stopped by SIGUSR1 after step" in log
+    assert "goes back into the queue" in log
+    assert log.count("resumed from") == 2
+    assert weights(resumed) == weights(alone)
+    assert numbers(resumed) == numbers(alone)
+
+
+def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    settings, requeued = run_settings(tmp_path), tmp_path / "requeued"
     done = slurm.sbatch(
         "--nodes=2",
         "--ntasks-per-node=1",
@@ -215,11 +274,52 @@ def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
     )
     log = slurm.log()
     assert done.returncode == 0, log
-    assert "stopped by SIGUSR1 after step" in log
-    assert "goes back into the queue" in log
-    assert log.count("resumed from") == 2
-    assert weights(requeued) == weights(alone)
-    assert numbers(requeued) == numbers(alone)
+    check_resumed_run(log, requeued, settings)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {MISSING} (slurm-wlm)")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may start a node of Slurm")
+def test_job_of_slurm_itself_is_stopped_requeued_and_cancelled(
+    tmp_path: Path,
+) -> None:
+    """Two tasks on one node: SIGUSR1 to the job's shell, a requeue by an administrator, scancel."""
+    programs = FakeSlurm(tmp_path, fakes=False).programs
+    settings, requeued = run_settings(tmp_path), tmp_path / "requeued"
+    options = ["--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    options += ["--gpus-per-node=2", "scripts/slurm/train_reward_model.sbatch", *settings]
+
+    def submit(folder: Path, *more: str) -> str:
+        variables = tiny.environment(PATH=f"{programs}:{PATH}")
+        words = [*options, f"exp_manager.explicit_log_dir={folder}", *more]
+        return running.run("sbatch", *words, folder=tmp_path, **variables).strip()
+
+    with cluster(tmp_path / "cluster") as running:
+        job = submit(requeued)
+        wait_for_lines(requeued / "metrics.jsonl", 3)
+        running.run("scancel", "--signal=USR1", "--batch", job)
+        running.wait_for(job, "PENDING")
+        running.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_for_lines(requeued / "metrics.jsonl", 10)
+        running.run("scontrol", "requeue", job)
+        running.wait_for(job, "PENDING")
+        running.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        assert running.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED"
+        assert running.job(job)["Restarts"] == "2"
+        cancelled = tmp_path / "cancelled"
+        job = submit(cancelled, "trainer.rm.max_steps=2000", "trainer.rm.max_epochs=1000")
+        wait_for_lines(cancelled / "metrics.jsonl", 3)
+        running.run("scancel", job)
+        running.wait_for(job, "CANCELLED")
+        assert [*(cancelled / "checkpoints").glob("step_*")]
+    logs = sorted(tmp_path.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    check_resumed_run(logs[0].read_text(), requeued, settings)
+
+
+def wait_for_lines(path: Path, count: int, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.is_file() or path.read_text().count("\n") < count:
+        assert time.monotonic() < end, path
+        time.sleep(0.1)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
