@@ -1,4 +1,7 @@
-"""``ServerPool``, the servers of a client: each request goes to the least busy available one.
+"""``ServerPool``, the servers of a client: each request goes to an available server.
+
+That is the least busy one, or for samples with a ``prefix`` the server that had the prefix before,
+unless it is much busier than the others: its prefix cache then has the beginning of a dialogue.
 
 If no server is available, a request waits for one. Before the client has seen a ready server, a
 request waits up to ``wait_s``, because a server may still be starting. Afterwards, it waits up to
@@ -9,6 +12,7 @@ request waits until the deadline of the call.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,6 +37,11 @@ from nemo_aligner.utils.errors import ServingError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# A server that had the prefix of a request before gets it, if it has at most this many requests in
+# flight more than the least busy server. To wait for a few requests takes less time than to compute
+# a long dialogue again; without a limit, a prefix of all samples would leave other servers idle.
+_MOST_EXTRA_REQUESTS = 4
 
 
 class NoServerError(ServingError):
@@ -132,10 +141,14 @@ class ServerPool:
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
-    async def infer(self, inputs: Tensors, rows: int, is_probe: bool = False) -> ScoredRows:
+    async def infer(
+        self, inputs: Tensors, rows: int, is_probe: bool = False, prefix: bytes | None = None
+    ) -> ScoredRows:
         """Score one request with ``rows`` rows, whose encoded tensors are ``inputs``.
 
-        With ``is_probe``, the server does not count the request in its statistics.
+        With ``is_probe``, the server does not count the request in its statistics. Requests with
+        the same ``prefix``, which stands for the beginning of their samples, go to the same server
+        if it is not busy.
 
         Raises:
             RefusedError: a server rejected the request; the error has the reason.
@@ -152,7 +165,7 @@ class ServerPool:
             )
             return scored
 
-        return await self.send_request(inputs, rows, read, is_probe=is_probe)
+        return await self.send_request(inputs, rows, read, is_probe=is_probe, prefix=prefix)
 
     async def send_request(
         self,
@@ -162,10 +175,12 @@ class ServerPool:
         *,
         may_repeat: bool = True,
         is_probe: bool = False,
+        prefix: bytes | None = None,
     ) -> T:
         """Send a request to a server, and return ``read(outputs, server name)``.
 
-        With ``may_repeat=False``, a request without an answer is not sent again.
+        With ``may_repeat=False``, a request without an answer is not sent again. ``infer`` explains
+        ``is_probe`` and ``prefix``.
 
         Raises:
             RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
@@ -175,7 +190,7 @@ class ServerPool:
             return read(await server.infer(inputs, is_probe), server.name)
 
         async with self._gate:
-            return await self._call_server(infer, rows, may_repeat)
+            return await self._call_server(infer, rows, may_repeat, prefix)
 
     async def fetch_contract(self) -> ScoringContract:
         """Return the scoring contract that a server publishes; it is the same for all servers.
@@ -256,12 +271,16 @@ class ServerPool:
         await self._session.close()
 
     async def _call_server(
-        self, call: Callable[[RemoteServer], Awaitable[T]], rows: int, may_repeat: bool = True
+        self,
+        call: Callable[[RemoteServer], Awaitable[T]],
+        rows: int,
+        may_repeat: bool = True,
+        prefix: bytes | None = None,
     ) -> T:
         """Call an available server; with ``may_repeat``, call again if there is no answer."""
         search = _Search()
         while True:
-            server = await self._choose(rows, search)
+            server = await self._choose(rows, search, prefix)
             search.tried.add(server)
             try:
                 answer = await call(server)
@@ -294,7 +313,9 @@ class ServerPool:
                 self._has_logged_trouble = False
                 return answer
 
-    async def _choose(self, rows: int, search: _Search) -> RemoteServer:
+    async def _choose(
+        self, rows: int, search: _Search, prefix: bytes | None = None
+    ) -> RemoteServer:
         while True:
             await self._wait_for_first_handshakes()
             now = time.monotonic()
@@ -311,7 +332,7 @@ class ServerPool:
                 fitting = [server for server in ready if server.limit and server.limit >= rows]
                 if not fitting:
                     raise TooManyRowsError(max(server.limit or 1 for server in ready))
-                return min(fitting, key=lambda server: server.in_flight)
+                return _pick(fitting, prefix)
             # A full server has said when it has room again, so waiting for it does not count toward
             # wait_s or retry_s.
             if not any(server.is_full(now) for server in self._servers):
@@ -446,6 +467,19 @@ class ServerPool:
         if not self._has_logged_trouble:
             self._has_logged_trouble = True
             logger.warning("%s; the request is sent again", trouble)
+
+
+def _pick(servers: Sequence[RemoteServer], prefix: bytes | None) -> RemoteServer:
+    """Pick the least busy server, or the one that had ``prefix`` before unless it is busy.
+
+    Which server has a prefix follows from their hashes (rendezvous hashing, Thaler and Ravishankar
+    1998): all clients choose alike, and if a server leaves, only its own prefixes move.
+    """
+    least = min(server.in_flight for server in servers)
+    if prefix is None:
+        return next(server for server in servers if server.in_flight == least)
+    idle = [server for server in servers if server.in_flight <= least + _MOST_EXTRA_REQUESTS]
+    return max(idle, key=lambda server: hashlib.blake2b(server.url.encode(), key=prefix).digest())
 
 
 def _retrieve_error(first: asyncio.Task[None]) -> None:

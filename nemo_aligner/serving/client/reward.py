@@ -8,6 +8,7 @@ request is harmless, because scoring has no side effects.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, check_texts
+from nemo_aligner.contract.messages import Conversation, Text, check_texts
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
@@ -364,7 +365,10 @@ class RowCollector:
             limit, servers = await self._pool.limit()
             # A call is spread over all servers, even if a single one could take all of it.
             size = min(limit, _MOST_ROWS, -(-total // servers))
-            await _run_all(self._score(part) for part in split(size))
+            parts = split(size)
+            # Only a call of one request has a prefix: a larger one is to use all servers.
+            prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
+            await _run_all(self._score(part, prefix) for part in parts)
         self._log_problems(total)
         # If every row was rejected, no answer tells the number of attributes.
         rewards = self._place_output("rewards", total)
@@ -407,15 +411,17 @@ class RowCollector:
                 *(len(self._errors), total, row, self._errors[row]),
             )
 
-    async def _score(self, part: PartialRequest) -> None:
+    async def _score(self, part: PartialRequest, prefix: bytes | None = None) -> None:
         """Send ``part`` until each of its rows has a reward or an error.
+
+        ``prefix`` stands for the beginning of all its samples; None if they have different ones.
 
         The server rejects a whole request for one bad row, so each bad row costs one more request.
         """
         while part.rows:
             try:
                 scored = await self._pool.infer(
-                    encode_request(part), len(part.rows), self._is_probe
+                    encode_request(part), len(part.rows), self._is_probe, prefix
                 )
             # When the call was split, every known server accepted requests of this size. Those
             # servers are gone now, and the ones that answer accept fewer rows, so split again.
@@ -469,6 +475,38 @@ class RowCollector:
         # If every single row has the same error, the request is at fault, e.g. a wrong model name.
         if all(self._errors.get(row) == refusal.reason for row in part.rows):
             raise refusal
+
+
+# How much of a sample's beginning stands for the prefix that later samples may share. Shorter
+# samples have no prefix: to compute them again takes less time than to wait for a busy server.
+_PREFIX_CHARACTERS = 1024
+_PREFIX_TOKENS = 256
+
+
+def _common_prefix(part: PartialRequest) -> bytes | None:
+    """Return a hash of the beginning of the samples; None if they begin in different ways.
+
+    The turns of a dialogue begin alike: with the messages up to the user's first one, or with the
+    same characters or token ids.
+    """
+    prefixes = {_beginning(part.items[row]) for row in part.rows}
+    (prefix, *others) = prefixes
+    return None if prefix is None or others else hashlib.blake2b(prefix, digest_size=16).digest()
+
+
+def _beginning(sample: Any) -> bytes | None:
+    """Return what later samples may begin with, as bytes; None for a short sample."""
+    if isinstance(sample, str):
+        text = sample[:_PREFIX_CHARACTERS]
+        return repr(text).encode() if len(text) == _PREFIX_CHARACTERS else None
+    rows = sample.messages if isinstance(sample, Conversation) else sample
+    first = [*rows[:_PREFIX_TOKENS]]
+    roles = [row.get("role") if isinstance(row, dict) else None for row in first]
+    if "user" not in roles:
+        return repr(first).encode() if len(first) == _PREFIX_TOKENS else None
+    if sum(len(str(row)) for row in first) < _PREFIX_CHARACTERS:
+        return None
+    return repr(first[: roles.index("user") + 1]).encode()
 
 
 def encode_request(part: PartialRequest) -> Tensors:

@@ -10,11 +10,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_aligner.serving.client import RefusedError, RewardClient
+from nemo_aligner.serving.client.pool import _pick
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import (
@@ -477,3 +479,59 @@ def test_other_contract_is_said_by_a_probe(servers: list[Misbehaving]) -> None:
     assert [*again.values(), *agreed.values()] == [None] * 3
     assert one[urls[0]] is None
     assert OTHER.hash in str(one[urls[1]])
+
+
+def test_turns_of_a_dialogue_go_to_the_server_that_had_its_beginning(
+    servers: list[Misbehaving],
+) -> None:
+    """Unless that server is busy or gone; a call of several requests uses all servers."""
+    urls = [server.come().url for server in servers]
+    opening = [
+        [
+            {"role": "system", "content": "Be brief. " * 100},
+            {"role": "user", "content": f"question {n}"},
+        ]
+        for n in range(12)
+    ]
+    reply = {"role": "assistant", "content": "a"}
+    more = [{"role": "user", "content": "and then?"}, reply]
+    with RewardClient(urls) as client, RewardClient(urls) as another:
+        for messages in opening:
+            for asking, turns in ((client, [reply]), (another, [reply, *more])):
+                asking.score([messages + turns])
+        homes = [_servers_asked(servers, f'question {n}"') for n in range(12)]
+        assert {len(home) for home in homes} == {1}
+        assert len(set.union(*homes)) > 1
+        (gone,) = homes[0]
+        servers[gone].go()
+        for number, messages in enumerate(opening):
+            client.score([[*messages, reply, *more]])
+            homes_now = _servers_asked(servers, f'question {number}"')
+            # Dialogues of other servers stay where they were.
+            assert homes[number] <= homes_now
+            assert (len(homes_now) == 1) == (homes[number] != {gone})
+        before = [len(server.asked) for server in servers]
+        replies = [{"role": "assistant", "content": f"{n}"} for n in range(16)]
+        client.score([[*opening[0], last] for last in replies])
+        asked = [len(server.asked) > count for server, count in zip(servers, before, strict=True)]
+        assert asked == [place != gone for place in range(3)]
+
+
+def _servers_asked(servers: list[Misbehaving], words: str) -> set[int]:
+    return {
+        place
+        for place, server in enumerate(servers)
+        if any(words in text for texts in server.asked for text in texts)
+    }
+
+
+def test_busy_server_of_a_prefix_is_passed_over() -> None:
+    quiet, busy = (SimpleNamespace(url=f"http://{name}", in_flight=0) for name in "ab")
+    prefix = next(
+        name for name in map(str.encode, "abcdefgh") if _pick([quiet, busy], name) is busy
+    )
+    busy.in_flight = 4
+    assert _pick([quiet, busy], prefix) is busy
+    busy.in_flight = 5
+    assert _pick([quiet, busy], prefix) is quiet
+    assert _pick([quiet, busy], None) is quiet
