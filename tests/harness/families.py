@@ -41,6 +41,13 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MAMBA = {
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -426,6 +433,24 @@ CASES: dict[str, dict[str, Any]] = {
         # Some gates and up projections are beyond it.
         "swiglu_limit": 0.5,
         "rope_parameters": {**YARN_ROPE, "truncate": False},
+        "tie_word_embeddings": False,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **MAMBA,
+        # The last layer has a state, and the stages of a pipeline have other kinds.
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "tie_word_embeddings": False,
+    },
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        **MAMBA,
+        **GROUPED_EXPERTS,
+        # The second stage of a pipeline has neither attention nor states.
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "moe_shared_expert_intermediate_size": 40,
+        "use_conv_bias": False,
+        "routed_scaling_factor": 2.5,
         "tie_word_embeddings": False,
     },
 }
