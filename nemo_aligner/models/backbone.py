@@ -83,7 +83,7 @@ def transformer_config(
     if shape.linear_attention is not None and layout.cp > 1:
         raise ConfigError(
             f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
-            "with linear attention. Set it to 1"
+            "with linear attention or Mamba-2. Set it to 1"
         )
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()

@@ -432,6 +432,10 @@ NOT_TOGETHER = [
         {**EXPERTS, "moe_router_topk_scaling_factor": 0},
         "moe_router_topk_scaling_factor: got 0, wanted a number above 0",
     ),
+    ({"hybrid_override_pattern": "*"}, "hybrid_override_pattern: got '*', wanted one of M * - E"),
+    ({"hybrid_override_pattern": "*E"}, "got '*E' with num_moe_experts=None, wanted experts"),
+    ({"hybrid_override_pattern": "*-", "bias": True}, "got '*-' together with bias=True"),
+    ({"hybrid_override_pattern": "M-"}, "mamba_num_heads: got None, wanted"),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_aligner.config.common import count_of_config
 from nemo_aligner.models.shapes.frequency import read_frequency
@@ -42,6 +42,7 @@ class LinearAttentionShape:
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int
+    _parts_name: ClassVar[str] = "key heads of the model's linear attention"
 
     @property
     def values_per_key(self) -> int:
@@ -102,7 +103,7 @@ class LinearAttentionShape:
         if self.num_key_heads % tp != 0:
             raise ConfigError(
                 f"model.tensor_model_parallel_size: got {tp}, wanted a divisor of the "
-                f"{self.num_key_heads} key heads of the model's linear attention"
+                f"{self.num_key_heads} {self._parts_name}"
             )
 
     def parameters(self, hidden_size: int) -> tuple[int, int]:
@@ -132,6 +133,7 @@ class Mamba2Shape(LinearAttentionShape):
 
     conv_bias: bool = True
     least_step: float = 0.0
+    _parts_name: ClassVar[str] = "groups of the model's Mamba-2 layers"
 
     @property
     def projection_width(self) -> int:

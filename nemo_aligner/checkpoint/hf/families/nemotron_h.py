@@ -37,7 +37,7 @@ _LETTERS = {
     "mamba": hybrid.MAMBA,
     "attention": hybrid.ATTENTION,
 }
-_MOST_LAYERS = 10_000
+_MOST_LAYERS, _DEFAULT_PATTERN = 10_000, "ME*-"
 # Keys of ``config.json`` with transformers' default and the only supported value.
 _ONLY = (
     ("mlp_hidden_act", "relu2"),
@@ -76,7 +76,7 @@ def _read_pattern(config: Config) -> str:
     key = "layers_block_type"
     if config.get(key) is None:
         key = "hybrid_override_pattern"
-    kinds = config.get(key)
+    kinds = config.get(key) or _DEFAULT_PATTERN
     if isinstance(kinds, list):
         kinds = "".join(_LETTERS.get(str(name), "?") for name in kinds)
     is_known = isinstance(kinds, str) and 0 < len(kinds) <= _MOST_LAYERS
