@@ -146,7 +146,7 @@ def _to_hf(config: Config) -> dict[str, Any]:
     )
     mamba = shape.linear_attention
     if isinstance(mamba, Mamba2Shape):
-        decoder |= {key: config[nemo] for nemo, key, _ in _SIZES}
+        decoder |= {key: config.get(nemo, default) for nemo, key, default in _SIZES}
         decoder |= {
             "use_conv_bias": mamba.conv_bias,
             "time_step_min": mamba.least_step,
