@@ -433,6 +433,7 @@ NOT_TOGETHER = [
         "moe_router_topk_scaling_factor: got 0, wanted a number above 0",
     ),
     ({"hybrid_override_pattern": "*"}, "hybrid_override_pattern: got '*', wanted one of M * - E"),
+    ({"hybrid_override_pattern": 2}, "hybrid_override_pattern: got 2, wanted one of M * - E"),
     ({"hybrid_override_pattern": "*E"}, "got '*E' with num_moe_experts=None, wanted experts"),
     ({"hybrid_override_pattern": "*-", "bias": True}, "got '*-' together with bias=True"),
     ({"hybrid_override_pattern": "M-"}, "mamba_num_heads: got None, wanted"),

@@ -194,6 +194,7 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba2Shape:
 def read_linear_attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the layers with linear attention; the fields are None for a model without.
 
+    A hybrid model has Mamba-2 in the layers that its pattern names. Otherwise
     ``linear_attention_freq`` is Megatron's: every N-th layer has attention and all others have
     linear attention; or a list with a 0 for each layer with attention and a 1 for each other one.
 
@@ -202,7 +203,7 @@ def read_linear_attention(config: Mapping[str, Any]) -> dict[str, Any]:
             layers have norms of their outputs or LayerNorms, which is not supported.
     """
     variant = config.get(ATTENTION_VARIANT)
-    if MAMBA in (config.get(HYBRID_PATTERN) or ""):
+    if MAMBA in str(config.get(HYBRID_PATTERN)):
         return {"linear_attention": read_mamba(config), LINEAR_FREQUENCY: None}
     if variant is None:
         return {"linear_attention": None, LINEAR_FREQUENCY: None}
