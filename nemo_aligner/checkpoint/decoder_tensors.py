@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape, Mamba2Shape
 from nemo_aligner.utils.errors import ConfigError
 
 # Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.
@@ -65,13 +66,17 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     Args:
         shape: ``ModelShape.of_layer`` of the layer.
     """
-    tensors = {**_mixer(shape), **_mlp(shape)}
+    tensors = {
+        **(_mixer(shape) if shape.has_mixer else {}),
+        **(_mlp(shape) if shape.has_mlp else {}),
+    }
     if shape.pre_layernorms:
-        tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
+        if shape.has_mixer:
+            tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
         # the router follows the norm, so the norm is a separate module.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
-        if not shape.one_norm_per_layer:
+        if shape.has_mlp and not shape.one_norm_per_layer:
             tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
@@ -86,14 +91,7 @@ def _mixer(shape: ModelShape) -> Shapes:
     hidden, channels = shape.hidden_size, shape.kv_channels
     linear = shape.linear_attention
     if linear is not None:
-        return {
-            "self_attention.linear_qkv.weight": (linear.projection_width, hidden),
-            "self_attention.linear_proj.weight": (hidden, linear.value_width),
-            "self_attention.conv_weight": (linear.conv_width, linear.conv_kernel),
-            "self_attention.a_log": (linear.num_value_heads,),
-            "self_attention.dt_bias": (linear.num_value_heads,),
-            "self_attention.norm_weight": (linear.value_head_dim,),
-        }
+        return _linear_attention(linear, hidden)
     if shape.latent_attention is not None:
         return _latent_attention(shape.latent_attention, hidden)
     heads = shape.num_attention_heads * channels
@@ -114,6 +112,23 @@ def _mixer(shape: ModelShape) -> Shapes:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+    return tensors
+
+
+def _linear_attention(linear: LinearAttentionShape, hidden: int) -> Shapes:
+    tensors: Shapes = {
+        "self_attention.linear_qkv.weight": (linear.projection_width, hidden),
+        "self_attention.linear_proj.weight": (hidden, linear.value_width),
+        "self_attention.conv_weight": (linear.conv_width, linear.conv_kernel),
+        "self_attention.a_log": (linear.num_value_heads,),
+        "self_attention.dt_bias": (linear.num_value_heads,),
+        "self_attention.norm_weight": (linear.value_head_dim,),
+    }
+    if isinstance(linear, Mamba2Shape):
+        tensors["self_attention.skip"] = (linear.num_value_heads,)
+        tensors["self_attention.norm_weight"] = (linear.value_width,)
+        if linear.conv_bias:
+            tensors["self_attention.conv_bias"] = (linear.conv_width,)
     return tensors
 
 
@@ -154,9 +169,10 @@ def _mlp(shape: ModelShape) -> Shapes:
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)
     # [E, 2, f, h]: axis 1 separates an expert's gate and up projections. In a dense MLP the rows of
-    # both are stacked on axis 0.
+    # both are stacked on axis 0. Without a gate it is [E, f, h].
     for name, (count, width) in sizes.items():
-        tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
+        gate = (2,) if shape.is_gated else ()
+        tensors[f"mlp.{name}.linear_fc1.weight"] = (count, *gate, width, hidden)
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
     if experts.router_bias:
         tensors["mlp.router.bias"] = (experts.count,)

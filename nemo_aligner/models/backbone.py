@@ -54,9 +54,11 @@ from nemo_aligner.models.layers import (
     sum_in_rank_order,
 )
 from nemo_aligner.models.linear_attention import GatedDeltaNet
+from nemo_aligner.models.mamba import Mamba2
 from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.pointwise.eager import Shared, rms_norm
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.linear_attention import Mamba2Shape
 from nemo_aligner.utils.errors import ConfigError
 
 
@@ -81,7 +83,7 @@ def transformer_config(
     if shape.linear_attention is not None and layout.cp > 1:
         raise ConfigError(
             f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
-            "with linear attention. Set it to 1"
+            "with linear attention or Mamba-2. Set it to 1"
         )
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
@@ -331,14 +333,15 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: if it is installed and supports the model.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA, nor linear or latent attention, nor output gates, nor norms of queries
-    and keys after RoPE. The code path that calls them supports neither biases of all linear layers
-    nor a parallel residual. In fp32 TransformerEngine rounds to TF32 whatever torch's precision
-    setting is, so it is not used for fp32.
+    before them, nor LoRA, nor linear or latent attention, nor hybrid models, nor output gates, nor
+    norms of queries and keys after RoPE. The code path that calls them supports neither biases of
+    all linear layers nor a parallel residual. In fp32 TransformerEngine rounds to TF32 whatever
+    torch's precision setting is, so it is not used for fp32.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
     is_replaced = shape.linear_attention is not None or shape.latent_attention is not None
+    is_replaced |= shape.hybrid_pattern is not None
     has_other_parts = shape.attention_output_gate or shape.qk_norm_after_rope
     has_plain_attention = not (is_replaced or has_other_parts)
     has_its_norms &= shape.normalization != "layernorm_without_bias"
@@ -356,13 +359,10 @@ def layer_spec(
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
     first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
     shapes = [shape.of_layer(first + index + 1) for index in range(count)]
-    modules = {
-        of_layer: _layer_module(parts, of_layer, PackedLayer, PackedAttention)
-        for of_layer in dict.fromkeys(shapes)
-    }
+    modules = {of_layer: _layer_module(parts, of_layer) for of_layer in dict.fromkeys(shapes)}
     specs = [modules[of_layer] for of_layer in shapes]
     if is_last_stage:
-        specs[-1] = _layer_module(parts, shapes[-1], LastLayer, LastTokenAttention)
+        specs[-1] = _layer_module(parts, shapes[-1], is_last=True)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
@@ -398,9 +398,8 @@ def _query_key_norms(parts: _Parts, shape: ModelShape) -> tuple[Any, Any]:
     return type("QueryNorm", across, query), type("KeyNorm", across, key)
 
 
-def _layer_module(
-    parts: _Parts, shape: ModelShape, layer: type, core_attention: type
-) -> ModuleSpec:
+def _layer_module(parts: _Parts, shape: ModelShape, *, is_last: bool = False) -> ModuleSpec:
+    core_attention = LastTokenAttention if is_last else PackedAttention
     add = _residual_add(shape.residual_multiplier)
     mlp = MLPSubmodules(
         linear_fc1=parts.norm_linear,
@@ -417,11 +416,16 @@ def _layer_module(
         mlp_bda=add,
         sharded_state_dict_keys_map=key_map,
     )
+    if not shape.has_mixer:
+        submodules.input_layernorm, submodules.self_attention = NoNorm, IdentityOp
+    if not shape.has_mlp:
+        submodules.pre_mlp_layernorm, submodules.mlp = NoNorm, IdentityOp
     options = {
         "residual_multiplier": shape.residual_multiplier,
         "parallel_residual": shape.parallel_residual,
         "one_norm": shape.one_norm_per_layer,
     }
+    layer = LastLayer if is_last else PackedLayer
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
 
@@ -432,7 +436,8 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
             "linears": (parts.norm_linear, parts.row_linear),
             "reads_rows": core_attention is LastTokenAttention,
         }
-        return ModuleSpec(module=GatedDeltaNet, params=options)
+        is_mamba = isinstance(shape.linear_attention, Mamba2Shape)
+        return ModuleSpec(module=Mamba2 if is_mamba else GatedDeltaNet, params=options)
     if shape.latent_attention is not None:
         options = {
             "shape": shape,

@@ -90,20 +90,43 @@ class PackedLayer(TransformerLayer):
         It calls modules rather than their ``forward``, so that their hooks run. Megatron's hooks
         wait until a module's weights have been gathered from the data parallel ranks.
         """
+        if not self._has_mixer:
+            hidden = self._select_rows(hidden, context)
+            added = self._mlp_in_training(self._mlp_norm(hidden), context)
+            return torch.add(hidden, added, alpha=self._multiplier)
         attended = self._attend_in_training(self.input_layernorm(hidden), context)
         added, _ = self.self_attention.linear_proj(attended, context=context)
         hidden = self._select_rows(hidden, context)
+        if not self._has_mlp:
+            return torch.add(hidden, added, alpha=self._multiplier)
         if isinstance(self.mlp, MixtureOfExperts):
             # MoE layers do not use the fused kernels (sum and norm, split of heads): earlier
             # versions did not either, and a resumed run has to round as it did under them.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
-            added, _ = self.mlp(self._mlp_norm(hidden), self._balance(context))
+            normed = self._mlp_norm(hidden)
         else:
             hidden, normed = self._add_and_norm(hidden, added)
-            inner, _ = self.mlp.linear_fc1(normed, context=context)
-            activated = self.mlp.activation_func(inner)
-            added, _ = self.mlp.linear_fc2(activated, context=context)
-        return torch.add(hidden, added, alpha=self._multiplier)
+        return torch.add(hidden, self._mlp_in_training(normed, context), alpha=self._multiplier)
+
+    def _mlp_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
+        """Compute the MLP, or the experts, of normed hidden states, with gradients."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            added, _ = self.mlp(normed, self._balance(context))
+            return added
+        inner, _ = self.mlp.linear_fc1(normed, context=context)
+        activated = self.mlp.activation_func(inner)
+        added, _ = self.mlp.linear_fc2(activated, context=context)
+        return added
+
+    @property
+    def _has_mixer(self) -> bool:
+        """False for a layer of a hybrid model that is an MLP alone: ``x + mlp(norm(x))``."""
+        return not isinstance(self.self_attention, IdentityOp)
+
+    @property
+    def _has_mlp(self) -> bool:
+        """False for a layer of a hybrid model that is a mixer alone: ``x + mixer(norm(x))``."""
+        return not isinstance(self.mlp, IdentityOp)
 
     @property
     def _mlp_norm(self) -> Any:
@@ -242,6 +265,9 @@ class PackedLayer(TransformerLayer):
         return context.balance
 
     def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
+        if not self._has_mixer:
+            hidden = self._select_rows(hidden, context)
+            return self._add_to_stream(self._mlp(self._mlp_norm.forward(hidden)), hidden)
         mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
         attended = self._attend(mixed, context)
         hidden = self._select_rows(hidden, context)
@@ -256,6 +282,8 @@ class PackedLayer(TransformerLayer):
     def _infer_behind_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer after attention, where every row is independent."""
         added = self.self_attention.linear_proj.infer(attended)
+        if not self._has_mlp:
+            return self._add_to_stream(added, hidden)
         norm = self._mlp_norm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if self._is_parallel:

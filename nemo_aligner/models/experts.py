@@ -187,7 +187,7 @@ def describe_load(load: Tensor) -> dict[str, float]:
 
 
 class ExpertMLP(MegatronModule):
-    """Gated MLPs of experts, ``[N, hidden] -> [N, hidden]``; with TP the result is a partial sum.
+    """MLPs of experts, ``[N, hidden] -> [N, hidden]``; with TP the result is a partial sum.
 
     Args:
         width: ffn channels of each expert.
@@ -210,7 +210,8 @@ class ExpertMLP(MegatronModule):
         super().__init__(config)
         self.group = parallel_state.get_expert_model_parallel_group()
         hidden = config.hidden_size
-        self.linear_fc1 = ExpertLinear(config, (2, width, hidden), count, has_bias=has_biases)
+        size = (2, width, hidden) if config.gated_linear_unit else (width, hidden)
+        self.linear_fc1 = ExpertLinear(config, size, count, len(size) - 1, has_bias=has_biases)
         self.activation_func = activation(config=config)
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count, has_bias=has_biases)
 

@@ -1,13 +1,15 @@
-"""Gated DeltaNet, the linear attention of Qwen3.5, as a module for megatron-core's layers.
+"""Linear attention as modules for megatron-core's layers: the base class, and Gated DeltaNet.
 
-megatron-core's own module is not used, because it rejects packs in versions 0.16 and 0.17, and
-shares prefixes in no version.
+megatron-core's own modules are not used, because they share prefixes in no version, and its Gated
+DeltaNet rejects packs in versions 0.16 and 0.17. ``mamba.py`` has Mamba-2.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs, Level
+from nemo_aligner.models.chunk_tree import ChunkTree, Level
+from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.models.state_pool import StatePool
@@ -29,16 +32,26 @@ if TYPE_CHECKING:
 # Number of chunks that inference computes at once. It is fixed, so that every operation has the
 # same shape in every pack, and a token's output is bit-identical in all of them.
 _CHUNKS_ON_CPU, _CHUNKS_ON_GPU = 1, 16
-_SPLIT_BY_HEAD = ("conv_weight", "a_log", "dt_bias")
 
 
-class GatedDeltaNet(MegatronModule):
+class Products(Protocol):
+    """What n chunks compute from their own tokens; a NamedTuple of tensors ``[n, ...]``."""
+
+    def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the outputs ``[n, h, r, 64, v]`` and the states behind the chunks.
+
+        Args:
+            state: ``[n, h, r, k, v]`` states in front of the chunks; None means 0.
+        """
+        ...
+
+
+class LinearAttention(MegatronModule):
     """Replaces a layer's attention: ``[T, 1, hidden] -> [T, 1, hidden]``.
 
     The decoder layer calls ``linear_qkv``, ``attend`` and ``linear_proj``, as it does for
-    attention. For each key head ``linear_qkv`` computes its query and its key, and for the value
-    heads of that key head their values, output gates, write strengths and decays, in this order.
-    Tensor parallelism splits all of these by key head.
+    attention. The outputs of ``linear_qkv`` are ordered by key head, and tensor parallelism splits
+    them by key head. For each key head those that the convolution reads come first.
 
     Args:
         linears: classes of the two linear layers.
@@ -47,8 +60,10 @@ class GatedDeltaNet(MegatronModule):
 
     Attributes:
         why_not_graphed: why CUDA graphs cannot capture this module.
+        split_by_head: names of the parameters whose first axis tensor parallelism splits.
     """
 
+    split_by_head: tuple[str, ...] = ("conv_weight", "a_log", "dt_bias")
     why_not_graphed = "linear attention computes a different number of chunks in every batch"
 
     def __init__(
@@ -62,13 +77,13 @@ class GatedDeltaNet(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config)
-        self._group = parallel_state.get_tensor_model_parallel_group()
-        self._shape, self._reads_rows = shape, reads_rows
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.shape, self._reads_rows = shape, reads_rows
         self.layer_number = layer_number
-        ranks = self._group.size()
-        self._key_heads = shape.num_key_heads // ranks
+        ranks = self.group.size()
+        self.key_heads = shape.num_key_heads // ranks
         column, row = linears
-        options = {"bias": False, "is_expert": False, "tp_group": self._group, "config": config}
+        options = {"bias": False, "is_expert": False, "tp_group": self.group, "config": config}
         self.linear_qkv = column(
             config.hidden_size,
             shape.projection_width,
@@ -85,14 +100,32 @@ class GatedDeltaNet(MegatronModule):
             skip_bias_add=True,
             **options,
         )
-        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        heads, width = shape.num_value_heads // ranks, shape.conv_width // ranks
-        self.conv_weight = torch.nn.Parameter(torch.empty(width, shape.conv_kernel, **kind))
-        self.a_log = torch.nn.Parameter(torch.empty(heads, **kind))
-        self.dt_bias = torch.nn.Parameter(torch.empty(heads, **kind))
-        self.norm_weight = torch.nn.Parameter(torch.empty(shape.value_head_dim, **kind))
-        for name in _SPLIT_BY_HEAD:
+        heads = shape.num_value_heads // ranks
+        self.conv_weight = self.new_parameter(shape.conv_width // ranks, shape.conv_kernel)
+        self.a_log, self.dt_bias = self.new_parameter(heads), self.new_parameter(heads)
+        self.add_parameters(shape)
+        for name in self.split_by_head:
             set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
+
+    def new_parameter(self, *size: int) -> torch.nn.Parameter:
+        kind = {"dtype": self.config.params_dtype, "device": torch.cuda.current_device()}
+        return torch.nn.Parameter(torch.empty(size, **kind))
+
+    @abstractmethod
+    def add_parameters(self, shape: Any) -> None:
+        """Add the parameters that this kind of linear attention has and others lack."""
+
+    @abstractmethod
+    def compute_chunks(self, chunks: Tensor) -> tuple[Any, Any]:
+        """Compute what follows from ``chunks [n, previous + 64, projection]`` alone.
+
+        Returns:
+            The ``Products``, and what ``norm_and_gate`` needs besides the outputs.
+        """
+
+    @abstractmethod
+    def norm_and_gate(self, output: Tensor, gates: Any, dtype: torch.dtype) -> Tensor:
+        """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
 
     def attend(self, mixed: Tensor, context: PackContext) -> Tensor:
         """Compute ``[T, 1, value width]`` from ``mixed [T, 1, projection]``, linear_qkv's output.
@@ -115,16 +148,15 @@ class GatedDeltaNet(MegatronModule):
         """
         tree = _tree_of(context)
         chunks = _rows_of_chunks(mixed, tree.rows)
-        inputs, gates = self._inputs(chunks)
+        products, gates = self.compute_chunks(chunks)
         outputs: list[Tensor] = []
         state: Tensor | None = None
         sizes = [level.end - level.start for level in tree.levels]
-        products = ChunkProducts.of(inputs).split(sizes)
-        for level, of_level in zip(tree.levels, products, strict=True):
+        for level, of_level in zip(tree.levels, _split(products, sizes), strict=True):
             first = None if state is None else state.index_select(0, level.parents)
             output, state = of_level.advance(first)
             outputs.append(output)
-        normed = self._norm_and_gate(torch.cat(outputs), gates, mixed.dtype)
+        normed = self.norm_and_gate(torch.cat(outputs), gates, mixed.dtype)
         return self._rows_of_pack(normed, context)
 
     @torch.no_grad()
@@ -138,13 +170,13 @@ class GatedDeltaNet(MegatronModule):
             for start in range(level.start, level.end, size):
                 count = min(size, level.end - start)
                 rows = _fill_up(tree.rows[start : start + count], size)
-                inputs, gates = self._inputs(_rows_of_chunks(mixed, rows))
+                products, gates = self.compute_chunks(_rows_of_chunks(mixed, rows))
                 first = None
                 if states is not None:
                     place = start - level.start
                     first = states[_fill_up(level.parents[place : place + count], size)]
-                output, last = ChunkProducts.of(inputs).advance(first)
-                outputs.append(self._norm_and_gate(output, gates, mixed.dtype)[:count])
+                output, last = products.advance(first)
+                outputs.append(self.norm_and_gate(output, gates, mixed.dtype)[:count])
                 next_states.append(last[:count])
             states = torch.cat(next_states)
             self._write_pool(level, states, mixed, context)
@@ -162,7 +194,7 @@ class GatedDeltaNet(MegatronModule):
         if slots is None:
             return mixed, None
         states, inputs = _pool_of(context).read(self.layer_number, slots)
-        missing = mixed.size(-1) // self._key_heads - inputs.size(-1)
+        missing = mixed.size(-1) // self.key_heads - inputs.size(-1)
         rows = F.pad(inputs, (0, missing)).flatten(2).flatten(0, 1).unsqueeze(1)
         return torch.cat([mixed, rows]), torch.cat([torch.zeros_like(states[:1]), states])
 
@@ -179,55 +211,19 @@ class GatedDeltaNet(MegatronModule):
         if level.stored is None or level.slots is None:
             return
         rows = _tree_of(context).rows[level.start + level.stored, CHUNK_TOKENS:]
-        inputs = mixed[rows, 0].unflatten(-1, (self._key_heads, -1))
-        width = self._shape.conv_width // self._shape.num_key_heads
+        inputs = mixed[rows, 0].unflatten(-1, (self.key_heads, -1))
+        width = self.shape.conv_width // self.shape.num_key_heads
         _pool_of(context).write(
             self.layer_number, level.slots, states[level.stored], inputs[..., :width]
         )
 
-    def _inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
-        """Compute the delta rule's inputs from ``chunks [n, previous + 64, projection]``.
-
-        Returns:
-            The inputs, and the output gates ``[n, h, r, 64, v]`` before their activation, in fp32.
-        """
-        shape, heads, repeats = self._shape, self._key_heads, self._shape.values_per_key
-        by_head = chunks.float().unflatten(-1, (heads, -1))
-        keys, values = shape.key_head_dim, repeats * shape.value_head_dim
-        parts = by_head.split([2 * keys + values, values, repeats, repeats], dim=-1)
-        convolved = self._convolve(parts[0])
-        query, key, value = convolved.split([keys, keys, values], dim=-1)
-        gate, strength, decay = (part[:, shape.conv_kernel - 1 :] for part in parts[1:])
-        rates = self.a_log.float().exp().view(heads, repeats)
-        biases = self.dt_bias.float().view(heads, repeats)
-        per_value = (repeats, shape.value_head_dim)
-        inputs = Inputs(
-            query=query.transpose(1, 2).unsqueeze(2),
-            key=key.transpose(1, 2).unsqueeze(2),
-            value=value.unflatten(-1, per_value).permute(0, 2, 3, 1, 4),
-            decay=-(rates * F.softplus(decay + biases)).permute(0, 2, 3, 1),
-            strength=strength.sigmoid().permute(0, 2, 3, 1),
-        )
-        return inputs, gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
-
-    def _convolve(self, rows: Tensor) -> Tensor:
+    def convolve(self, rows: Tensor) -> Tensor:
         """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
-        weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
+        weight = self.conv_weight.float().unflatten(0, (self.key_heads, -1))
         total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
         for tap in range(1, weight.size(-1)):
             total = total + rows[:, tap : tap + CHUNK_TOKENS] * weight[..., tap]
-        return F.silu(total)
-
-    def _norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
-        """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
-        weight = self.norm_weight
-        if self._group.size() > 1 and learns(self):
-            # This call changes nothing in the forward pass. Its backward pass sums the gradient
-            # over the ranks, because each rank has only some of the heads.
-            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._group)
-        mean = output.square().mean(-1, keepdim=True)
-        normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
-        return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
+        return total
 
     def _rows_of_pack(self, normed: Tensor, context: PackContext) -> Tensor:
         """Return the pack's rows ``[T, 1, width]`` of ``normed [n, 64, width]``.
@@ -245,13 +241,58 @@ class GatedDeltaNet(MegatronModule):
     ) -> dict[str, Any]:
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return entries | make_sharded_tensors_for_checkpoint(
-            {name: self.get_parameter(name) for name in _SPLIT_BY_HEAD},
+            {name: self.get_parameter(name) for name in self.split_by_head},
             prefix,
-            dict.fromkeys(_SPLIT_BY_HEAD, 0),
+            dict.fromkeys(self.split_by_head, 0),
             sharded_offsets,
-            tp_group=self._group,
+            tp_group=self.group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
+
+
+class GatedDeltaNet(LinearAttention):
+    """Gated DeltaNet, the linear attention of Qwen3.5 (Yang et al. 2024, arXiv:2412.06464).
+
+    For each key head ``linear_qkv`` computes its query and its key, and for the value heads of that
+    key head their values, output gates, write strengths and decays, in this order.
+    """
+
+    def add_parameters(self, shape: LinearAttentionShape) -> None:
+        self.norm_weight = self.new_parameter(shape.value_head_dim)
+
+    def compute_chunks(self, chunks: Tensor) -> tuple[ChunkProducts, Tensor]:
+        """Compute the products of the chunks, and the output gates ``[n, h, r, 64, v]`` in fp32.
+
+        The gates are those before their activation.
+        """
+        shape, heads, repeats = self.shape, self.key_heads, self.shape.values_per_key
+        by_head = chunks.float().unflatten(-1, (heads, -1))
+        keys, values = shape.key_head_dim, repeats * shape.value_head_dim
+        parts = by_head.split([2 * keys + values, values, repeats, repeats], dim=-1)
+        convolved = F.silu(self.convolve(parts[0]))
+        query, key, value = convolved.split([keys, keys, values], dim=-1)
+        gate, strength, decay = (part[:, shape.conv_kernel - 1 :] for part in parts[1:])
+        rates = self.a_log.float().exp().view(heads, repeats)
+        biases = self.dt_bias.float().view(heads, repeats)
+        per_value = (repeats, shape.value_head_dim)
+        inputs = Inputs(
+            query=query.transpose(1, 2).unsqueeze(2),
+            key=key.transpose(1, 2).unsqueeze(2),
+            value=value.unflatten(-1, per_value).permute(0, 2, 3, 1, 4),
+            decay=-(rates * F.softplus(decay + biases)).permute(0, 2, 3, 1),
+            strength=strength.sigmoid().permute(0, 2, 3, 1),
+        )
+        return ChunkProducts.of(inputs), gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
+
+    def norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
+        weight = self.norm_weight
+        if self.group.size() > 1 and learns(self):
+            # This call changes nothing in the forward pass. Its backward pass sums the gradient
+            # over the ranks, because each rank has only some of the heads.
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self.group)
+        mean = output.square().mean(-1, keepdim=True)
+        normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
+        return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
 
 
 def _tree_of(context: PackContext) -> ChunkTree:
@@ -279,6 +320,12 @@ def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
     """
     gathered = mixed.squeeze(1).index_select(0, rows.clamp(min=0).flatten())
     return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)
+
+
+def _split(products: Any, sizes: Sequence[int]) -> list[Products]:
+    """Split the chunks into consecutive parts of ``sizes`` chunks, one for each tree level."""
+    parts = zip(*(field.split(list(sizes)) for field in products), strict=True)
+    return [type(products)(*fields) for fields in parts]
 
 
 def _fill_up(rows: Tensor, size: int) -> Tensor:

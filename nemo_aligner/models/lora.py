@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -150,7 +151,7 @@ class ExpertAdapter(MegatronModule):
         *outputs, inputs = linear.size
         axis = 1 if linear.splits_outputs else 2
         self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count, axis)
-        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
+        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count, linear.axis)
         for weight in self.parameters():
             torch.nn.init.zeros_(weight)
         self.scale = lora.scale
@@ -210,7 +211,9 @@ def _number_linears(layer: Any) -> Iterator[tuple[int, str, Any]]:
     is_mixture = isinstance(layer.mlp, MixtureOfExperts)
     names = {**LINEARS, **EXPERT_LINEARS} if is_mixture else LINEARS
     for index, name in enumerate(names.values()):
-        yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
+        # A layer of a hybrid model lacks attention or the MLP.
+        if not isinstance(layer.get_submodule(name.partition(".")[0]), IdentityOp):
+            yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
 
 
 def _list_adapted(model: Any) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.gated_delta import ChunkTree
+from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.rotary import Tables
 
 
@@ -52,7 +52,7 @@ class PackContext:
         tables: cosines and sines of every token, by its position in its sequence; one pair of
             tables for each of the model's rotary embeddings.
         query_scale: ``[T, 1, 1]`` factors that multiply queries after RoPE; None is 1.
-        chunks: chunks of 64 tokens for linear attention (``models/gated_delta.py``); None for a
+        chunks: chunks of 64 tokens for linear attention (``models/chunk_tree.py``); None for a
             model without linear attention.
         qkv_format: must not be ``thd``, for which megatron-core would split the pack to apply RoPE
             to each sequence. ``PackedAttention`` applies RoPE by ``tables`` instead.

@@ -37,6 +37,7 @@ from nemo_aligner.models.attention.segments import (
     sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
+from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.cuda_graphs import (
     Capture,
     CudaCapture,
@@ -46,12 +47,11 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed_in_training,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
-from nemo_aligner.models.gated_delta import ChunkTree
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     learns,
 )
-from nemo_aligner.models.linear_attention import GatedDeltaNet
+from nemo_aligner.models.linear_attention import LinearAttention
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.choice import choose_kernels
@@ -328,7 +328,7 @@ class GPTRewardModel(GPTModel):
             numbers = [
                 module.layer_number
                 for module in self.modules()
-                if isinstance(module, GatedDeltaNet)
+                if isinstance(module, LinearAttention)
             ]
             pool.states = StatePool(numbers, states, self._linear_attention, tp, **kind)
         return pool

@@ -22,7 +22,11 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import HeadShape
-from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
+from nemo_aligner.models.shapes.linear_attention import (
+    CHUNK_TOKENS,
+    LinearAttentionShape,
+    Mamba2Shape,
+)
 from nemo_aligner.utils.errors import ConfigError
 
 FP32_BYTES = 4
@@ -254,7 +258,7 @@ def _experts_of_layer(shape: ModelShape) -> int:
     """Count the parameters of all experts of a layer, before parallelism splits them over ranks."""
     if shape.experts is None:
         return 0
-    return shape.experts.parameters(shape.hidden_size, 3)[0]
+    return shape.experts.parameters(shape.hidden_size, 3 if shape.is_gated else 2)[0]
 
 
 def _output_biases(shape: ModelShape) -> int:
@@ -311,7 +315,10 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
         "linear_fc2": (f, h),
     }
     names = ("linear_qkv",) if layer == shape.num_layers - 1 else tuple(all_widths)
-    return {name: all_widths[name] for name in names if name in shape.lora.targets}
+    is_present = dict.fromkeys(all_widths, of_layer.has_mlp)
+    is_present |= {"linear_qkv": of_layer.has_mixer, "linear_proj": of_layer.has_mixer}
+    targets = shape.lora.targets
+    return {name: all_widths[name] for name in names if name in targets and is_present[name]}
 
 
 def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
@@ -372,7 +379,7 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
         The FLOPs of the linear layers, and those of attention's matmuls.
     """
     h, _, q, _ = widths(shape)
-    outputs, inputs = mixer_widths(shape)
+    outputs, inputs = mixer_widths(shape) if shape.has_mixer else (0, 0)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
     mlp = (3 if shape.is_gated else 2) * h * shape.active_mlp_width
@@ -383,7 +390,7 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
         linear += 2.0 * packs.tokens * shape.latent_attention.up_parameters
     if shape.linear_attention is not None:
         return linear, packs.tokens * _linear_attention_flops(shape.linear_attention)
-    return linear, 4.0 * packs.tokens * packs.keys * q
+    return linear, 4.0 * packs.tokens * packs.keys * q * shape.has_mixer
 
 
 def _linear_attention_flops(linear: LinearAttentionShape) -> float:
@@ -392,8 +399,13 @@ def _linear_attention_flops(linear: LinearAttentionShape) -> float:
     - for each key head: the products of a token's query and key with all keys of its chunk
     - for each value head: the solution of a triangular system (half a square matrix), the weighted
       sum of the chunk's values, and three products with the recurrent state
+
+    Mamba-2 lacks the products of keys with keys, the system, and one product with the state.
     """
     k, v = linear.key_head_dim, linear.value_head_dim
+    if isinstance(linear, Mamba2Shape):
+        of_head = 2.0 * CHUNK_TOKENS * v + 4.0 * k * v
+        return 2.0 * CHUNK_TOKENS * linear.num_key_heads * k + linear.num_value_heads * of_head
     in_chunk = 4.0 * CHUNK_TOKENS * linear.num_key_heads * k
     of_values = CHUNK_TOKENS * (k + v) + 2.0 * CHUNK_TOKENS * v + 6.0 * k * v
     return in_chunk + linear.num_value_heads * of_values
@@ -509,17 +521,20 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     for layer in stage_layers(shape, plan, stage):
         # In the last layer, the MLP computes only the tokens that the head reads, so few that its
         # all-reduce is not counted.
-        forward = 1 if layer == shape.num_layers - 1 else 2
+        of_layer = shape.of_layer(layer + 1)
+        computes_mlp = of_layer.has_mlp and layer < shape.num_layers - 1
+        forward = of_layer.has_mixer + computes_mlp
         reductions += forward
-        gathers += 1
-        sends = 0 if shape.of_layer(layer + 1).experts is None else 2 * (forward - 1)
+        gathers += of_layer.has_mixer
+        sends = 0 if of_layer.experts is None else 2 * computes_mlp
         exchanges += sends
         if has_backward(plan, stage, layer):
             passes = 2 if is_recomputed(shape, plan, layer) else 1
-            gathers += passes + 1 + home
+            gathers += of_layer.has_mixer * (passes + 1 + home)
             exchanges += sends * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
-            gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
+            inputs = of_layer.has_mixer + of_layer.has_mlp
+            gathered_again = 0.5 * inputs if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + gathered_again
     rows = 0.0 if shape.experts is None else shape.experts.top_k * states * (1 - 1 / plan.ep)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)

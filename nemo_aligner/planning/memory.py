@@ -17,7 +17,6 @@ from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import QUICK_GEGLU
-from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
@@ -189,14 +188,15 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     size = ELEMENT_BYTES[plan.precision]
     is_last = layer == shape.num_layers - 1
     keeps = partial(keeps_input, shape, plan, layer)
-    places = 1 if is_last else 2
+    computes_mlp = shape.has_mlp and not is_last
+    places = shape.has_mixer + computes_mlp
     norms = places * shape.pre_layernorms
-    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1") and _reads_norm(shape))
-    heads, inner = _kept_of_mixer(shape, plan, layer)
-    if not is_last and shape.experts is None:
-        inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
-    elif not is_last:
-        inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
+    inputs = shape.has_mixer * keeps("linear_qkv")
+    inputs += computes_mlp and keeps("linear_fc1") and _reads_norm(shape)
+    heads, inner = _kept_of_mixer(shape, plan, layer) if shape.has_mixer else (0.0, 0.0)
+    if computes_mlp:
+        width = f if shape.experts is None else _rank_width(shape, plan)
+        inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * width
     split = plan.tp if plan.sequence_parallel else 1
     # If attention and MLP read the same input (a parallel residual), both norms keep the same
     # tensor.
@@ -375,7 +375,13 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         moments.append(tokens * (states + 3 * width * size / plan.tp) - kept_bytes)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
-        in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
+        of_layer = shape.of_layer(layer + 1)
+        if is_last:
+            in_layer = _in_last_layer(shape, plan)
+        elif of_layer.has_mlp:
+            in_layer = _in_mlp(shape, plan, layer)
+        else:
+            in_layer = _in_attention_layer(of_layer, plan, layer)
         in_layer = max(in_layer, _in_linear_attention(shape, plan, layer))
         # The activations of an offloaded layer return to the GPU during the backward pass of the
         # layer above it.
@@ -396,25 +402,14 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the bytes that the backward pass of linear attention needs besides kept activations.
 
-    The gated delta rule is recomputed in fp32 for the whole pack. It has these tensors:
-
-    - the projections, before and after the convolution, and gradients of those before it
-    - ``[64, 64]`` matrices of each chunk of tokens: five for a value head, two for a key head
-    - keys and values in several forms
-    - two states of each chunk
-
-    The activations of the layer's MLP are already freed, so they are subtracted. The numbers of
-    tensors were fitted to measured training steps, within 1.5%.
+    It is recomputed in fp32 for the whole pack, and needs ``elements_of_backward``. The activations
+    of the layer's MLP are already freed, so they are subtracted.
     """
     of_layer = shape.of_layer(layer + 1)
     linear = of_layer.linear_attention
     if linear is None:
         return 0.0
-    k, v, heads = linear.key_head_dim, linear.value_head_dim, linear.num_value_heads
-    overlap = 1 + (linear.conv_kernel - 1) / CHUNK_TOKENS
-    elements = 2 * overlap * linear.projection_width + 2 * linear.conv_width
-    elements += 6 * linear.value_width + CHUNK_TOKENS * (5 * heads + 2 * linear.num_key_heads)
-    elements += heads * (6 * k + 2 * k * v / CHUNK_TOKENS) + 2 * linear.num_key_heads * k
+    elements = linear.elements_of_backward
     state = _state(shape, plan)
     _, inner = _kept_of_mixer(of_layer, plan, layer)
     of_mixer = inner * ELEMENT_BYTES[plan.precision] / plan.tp
@@ -507,21 +502,37 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
     It is the maximum over two moments, plus the activations that are recomputed:
 
     - The first projection of the MLP computes few tokens, but has a full gradient of its weight.
-    - Attention has gradients of a hidden state, of its output, and of queries, keys and values.
+    - ``_in_attention_layer``
     """
-    _, _, q, _ = widths(shape)
     last, size = shape.num_layers - 1, ELEMENT_BYTES[plan.precision]
-    attention_gradients = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
-    needed = attention_gradients + _state(shape, plan)
+    of_layer, attention = shape.of_layer(last + 1), 0.0
+    if of_layer.has_mixer:
+        attention = _in_attention_layer(of_layer, plan, last)
+    if not of_layer.has_mlp:
+        return attention
+    num_weights = 2 if shape.is_gated else 1
+    mlp = num_weights * size * _weight_gradient(of_layer, plan, last)
     recomputed = 0.0
     if is_recomputed(shape, plan, last):
         recomputed = _unrecomputed_layer_bytes(shape, plan, last) - _state(shape, plan)
+    return max(attention, mlp + plan.tokens * recomputed)
+
+
+def _in_attention_layer(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Count the bytes that the backward pass of attention needs besides kept activations.
+
+    There are gradients of a hidden state, of attention's output, and of queries, keys and values,
+    and the activations that are recomputed.
+    """
+    _, _, q, _ = widths(shape)
+    size = ELEMENT_BYTES[plan.precision]
+    attention_gradients = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
+    needed = attention_gradients + _state(shape, plan)
+    if is_recomputed(shape, plan, layer):
+        needed += _unrecomputed_layer_bytes(shape, plan, layer) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += attention_gradients
-    attention = plan.tokens * needed + _in_attention(shape, plan)
-    num_weights = 2 if shape.is_gated else 1
-    mlp = num_weights * size * _weight_gradient(shape.of_layer(last + 1), plan, last)
-    return max(attention, mlp) + plan.tokens * recomputed
+    return plan.tokens * needed + _in_attention(shape, plan)
 
 
 def _in_attention(shape: ModelShape, plan: Plan) -> float:

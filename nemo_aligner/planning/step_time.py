@@ -196,8 +196,11 @@ def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
     for layer in stage_layers(shape, plan, stage):
         is_last = layer == shape.num_layers - 1
         hidden = _HIDDEN_PASSES[fused] * h * norms / split / (2 if is_last else 1)
-        width = 0 if is_last else shape.of_layer(layer + 1).active_mlp_width
-        per_layer = hidden + (_QUERY_PASSES[fused] * q + mlp_passes * width) / plan.tp
+        of_layer = shape.of_layer(layer + 1)
+        hidden *= (of_layer.has_mixer + of_layer.has_mlp) / 2
+        width = 0 if is_last else of_layer.active_mlp_width
+        queries = _QUERY_PASSES[fused] * q * of_layer.has_mixer
+        per_layer = hidden + (queries + mlp_passes * width) / plan.tp
         passes_per_token += _passes(shape, plan, stage, layer) * per_layer
     return plan.tokens * passes_per_token * ELEMENT_BYTES[plan.precision]
 

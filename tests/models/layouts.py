@@ -47,10 +47,12 @@ IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invarianc
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
-    "qwen3_next", "gpt_oss",
+    "qwen3_next", "gpt_oss", "nemotron_h_moe",
 ]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
-HYBRIDS = ["qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next"]
+HYBRIDS = [
+    "qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe",
+]  # fmt: skip
 # Of tests.harness.families, one of each.
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",

@@ -33,9 +33,10 @@ from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.utils.errors import ConfigError
 from tests.harness import families
+from tests.harness.family_cases import EXPERTS
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
-COUNT, TOP_K = families.EXPERTS["num_experts"], families.EXPERTS["num_experts_per_tok"]
+COUNT, TOP_K = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,8 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("case", "layers"), [("qwen2_moe", 4), ("glm4_moe", 2), ("qwen3_next", 3), ("gpt_oss", 4)]
+    ("case", "layers"),
+    [("qwen2_moe", 4), ("glm4_moe", 2), ("qwen3_next", 3), ("gpt_oss", 4), ("nemotron_h_moe", 1)],
 )
 def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
     case: str, layers: int, layout: ParallelLayout, tmp_path: Path

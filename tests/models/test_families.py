@@ -86,7 +86,7 @@ def build(layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory) -> A
 def their_rewards(case: Case) -> Tensor:
     # Each by a rotation that has seen no other text: a dynamic one remembers the longest.
     model, rewards = case.theirs.base_model, []
-    unused = model.rotary_emb
+    unused = getattr(model, "rotary_emb", None)
     for tokens in SEQUENCES:
         model.rotary_emb = deepcopy(unused)
         rewards.append(case.theirs(torch.tensor([tokens])).logits)
@@ -294,6 +294,9 @@ FEATURES = [
     ("gpt_oss", {"activation_func_clamp_value": None}),
     ("gpt_oss", {"activation_func_clamp_value": None, "activation": "swiglu"}),
     ("gpt_oss", {"window_pattern": "all"}),
+    ("nemotron_h", {"no_rope_freq": None}),
+    ("nemotron_h", {"mamba_conv_bias": False}),
+    ("nemotron_h_moe", {"mamba_time_step_min": 0.5}),
 ]
 
 
@@ -429,6 +432,11 @@ NOT_TOGETHER = [
         {**EXPERTS, "moe_router_topk_scaling_factor": 0},
         "moe_router_topk_scaling_factor: got 0, wanted a number above 0",
     ),
+    ({"hybrid_override_pattern": "*"}, "hybrid_override_pattern: got '*', wanted one of M * - E"),
+    ({"hybrid_override_pattern": 2}, "hybrid_override_pattern: got 2, wanted one of M * - E"),
+    ({"hybrid_override_pattern": "*E"}, "got '*E' with num_moe_experts=None, wanted experts"),
+    ({"hybrid_override_pattern": "*-", "bias": True}, "got '*-' together with bias=True"),
+    ({"hybrid_override_pattern": "M-"}, "mamba_num_heads: got None, wanted"),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
 ]
@@ -463,12 +471,11 @@ def watch(model: Any) -> dict[str, set[torch.dtype]]:
 
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(note("layers"), with_kwargs=True)
-        products = [layer.self_attention.linear_qkv]
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts.register_forward_pre_hook(note("products"), with_kwargs=True)
-        else:
-            products.append(layer.mlp.linear_fc1)
-        for each in products:
+        # A layer of a hybrid model has only one of them.
+        both = (layer.self_attention, "linear_qkv"), (layer.mlp, "linear_fc1")
+        for each in (getattr(module, name) for module, name in both if hasattr(module, name)):
             each.register_forward_pre_hook(note("products"), with_kwargs=True)
             each.infer = lambda x, infer=each.infer: seen["products"].add(x.dtype) or infer(x)
     return seen

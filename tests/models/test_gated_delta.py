@@ -1,12 +1,15 @@
-"""The tree of chunks of a pack, and the gated delta rule against its recurrence."""
+"""The tree of chunks of a pack, and the gated delta rule and Mamba-2 against their recurrences."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch.cache_use import StateUse
-from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.chunk_tree import ChunkTree
+from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
+from nemo_aligner.models.mamba import ScanProducts
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
 BEFORE = 3
@@ -60,7 +63,8 @@ def test_chunk_tree_begins_behind_cached_prefixes() -> None:
     assert found == [[[0, 1], [1, 2]], [[1], [3]], [None, None]]
 
 
-def test_gated_delta_rule_is_its_recurrence() -> None:
+@pytest.mark.parametrize("is_delta", [True, False], ids=["gated delta", "mamba"])
+def test_scan_in_chunks_is_its_recurrence(is_delta: bool) -> None:
     """Outputs and gradients in fp64, also of rows that several sequences share."""
     torch.manual_seed(0)
     tokens, keys, repeats, width, values = sum(LENGTHS), 2, 3, 4, 5
@@ -72,15 +76,16 @@ def test_gated_delta_rule_is_its_recurrence() -> None:
     outputs = []
     for compute in (by_chunks, by_tokens):
         inputs = [tensor.clone().requires_grad_() for tensor in given]
-        output = compute(inputs)
+        output = compute(inputs, is_delta)
         outputs.append(output.detach())
+        inputs = inputs[: len(given) - (not is_delta)]  # Mamba-2 has no write strength
         grads.append(torch.autograd.grad((output * factors).sum(), inputs))
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
     for ours, expected in zip(*grads, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def by_chunks(inputs: list[Tensor]) -> Tensor:
+def by_chunks(inputs: list[Tensor], is_delta: bool) -> Tensor:
     tree = ChunkTree.of(LENGTHS, PREFIXES, BEFORE, "cpu")
     rows = tree.rows[:, BEFORE:]
     chunks = [
@@ -89,25 +94,29 @@ def by_chunks(inputs: list[Tensor]) -> Tensor:
     outputs, state = [], None
     for level in tree.levels:
         first = None if state is None else state[level.parents]
-        of_level = Inputs(*(chunk[level.start : level.end] for chunk in chunks))
-        output, state = ChunkProducts.of(of_level).advance(first)
+        of_level = [chunk[level.start : level.end] for chunk in chunks]
+        if is_delta:
+            output, state = ChunkProducts.of(Inputs(*of_level)).advance(first)
+        else:
+            output, state = ScanProducts.of(*of_level[:-1]).advance(first)
         outputs.append(output)
     return torch.cat(outputs).movedim(3, 1).flatten(0, 1)[tree.places]
 
 
-def by_tokens(inputs: list[Tensor]) -> Tensor:
+def by_tokens(inputs: list[Tensor], is_delta: bool) -> Tensor:
     result: dict[int, Tensor] = {}
     for sequence in SEQUENCES:
         state = torch.zeros(2, 3, 4, 5, dtype=torch.float64)
         for row in rows_of(sequence):
             query, key, value, decay, strength = (tensor[row] for tensor in inputs)
-            query, key = (
-                heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                for heads in (query, key)
-            )
-            state = state * decay.exp()[..., None, None]
-            left = (key.unsqueeze(-2) @ state).squeeze(-2)
-            written = (value - left) * strength.unsqueeze(-1)
+            state, written, scale = state * decay.exp()[..., None, None], value, 1.0
+            if is_delta:
+                query, key = (
+                    heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+                    for heads in (query, key)
+                )
+                left = (key.unsqueeze(-2) @ state).squeeze(-2)
+                written, scale = (value - left) * strength.unsqueeze(-1), 4**-0.5
             state = state + key.unsqueeze(-1) * written.unsqueeze(-2)
-            result.setdefault(row, (query.unsqueeze(-2) @ state).squeeze(-2) * 4**-0.5)
+            result.setdefault(row, (query.unsqueeze(-2) @ state).squeeze(-2) * scale)
     return torch.stack([result[row] for row in range(len(result))])

@@ -10,7 +10,7 @@ import torch
 
 from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from nemo_aligner.checkpoint.hf.families.qwen import QWEN3_5
+from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
@@ -66,25 +66,30 @@ def test_linear_attention_rewards_are_bit_identical_in_any_pack(
     assert not different
 
 
-def test_linear_attention_rejects_layouts_that_cannot_split_it(layout: ParallelLayout) -> None:
-    config = QWEN3_5.to_nemo(families.hf_config("qwen3_5").to_dict())
+@pytest.mark.parametrize("case", ["qwen3_5", "nemotron_h"])
+def test_linear_attention_rejects_layouts_that_cannot_split_it(
+    case: str, layout: ParallelLayout
+) -> None:
+    family = find_family(families.CASES[case]["model_type"])
+    config = family.to_nemo(families.hf_config(case).to_dict())
     shape = ModelShape.from_config(config)
-    with pytest.raises(ConfigError, match="2 key heads of the model's linear attention"):
+    with pytest.raises(ConfigError, match=r"2 (key heads|groups) of the model's"):
         shape.check_fits(4, 1)
     with pytest.raises(ConfigError, match="parallel_size: got 2, which is not"):
         transformer_config(shape, replace(layout, cp=2), Precision.fp32, Recompute.none)
 
 
+@pytest.mark.parametrize("case", ["qwen3_5", "nemotron_h_moe"])
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
 def test_linear_attention_that_is_recomputed_trains_alike(
-    recompute: Recompute, layout: ParallelLayout, tmp_path: Path
+    recompute: Recompute, case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    path = families.write_base_nemo(tmp_path / "base.nemo", "qwen3_5")
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
     kept, recomputed = (layouts.step(path, layout, kind) for kind in (Recompute.none, recompute))
     assert recomputed == {key: pytest.approx(kept[key], rel=1e-6) for key in kept}
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h"])
 def test_linear_attention_checkpoint_may_have_mtp_tensors(case: str, tmp_path: Path) -> None:
     families.write_hf_checkpoint(tmp_path / "hf", case)
     edit_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.ones(2, 2)})

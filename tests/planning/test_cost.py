@@ -306,9 +306,26 @@ FAMILIES["experts with linear attention"] = {
     **FAMILIES["linear attention"],
     "moe_layer_freq": [1, 0, 1, 1],
 }
+MAMBA = {
+    "hybrid_override_pattern": "M*-M",
+    "activation": "squared-relu",
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 32,
+}
+FAMILIES |= {
+    "hybrid": MAMBA,
+    "hybrid with experts": {
+        **FAMILIES["experts with sigmoid scores"],
+        **MAMBA,
+        "hybrid_override_pattern": "ME*-",
+        "moe_layer_freq": None,
+    },
+}
 ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
-LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}
-OF_LONG = {"long linear attention": FAMILIES["linear attention"]}
+LONG = dict.fromkeys(("one long text", "long linear attention", "long hybrid"), ONE_TEXT)
+OF_LONG = {"long linear attention": FAMILIES["linear attention"], "long hybrid": MAMBA}
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},

@@ -158,7 +158,7 @@ def _require_lora(folder: NemoFolder, lora: LoraShape | None, shape: ModelShape)
 def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
     tensors = {f"{_PREFIX}{HF_HEAD}": head}
     for name, low, high in archive.adapters():
-        linear = _PREFIX + name.removesuffix(".weight")
+        linear = _PREFIX + archive.family.name_in_memory(name).removesuffix(".weight")
         # Copy A, because several weights may share it, and safetensors refuses to write the same
         # memory under two names.
         tensors[f"{linear}.lora_A.weight"] = low.clone()

@@ -542,11 +542,12 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
     _restore_buffers(model.body if isinstance(model, BodyWithHead) else model)
     for module in model.modules():
         # Qwen3.5's attention uses its convolution's weight without calling the convolution, so the
-        # hooks of the attention module must cast that weight, too.
-        convolutions = [child for child in module.children() if isinstance(child, torch.nn.Conv1d)]
+        # hooks of the attention module must cast that weight, too. A layer of Nemotron-H casts its
+        # input to the dtype of its norm's weight.
+        children = [child for name, child in module.named_children() if name in ("conv1d", "norm")]
         stored = {
             parameter: parameter.data
-            for owner in (module, *convolutions)
+            for owner in (module, *children)
             for parameter in owner.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }

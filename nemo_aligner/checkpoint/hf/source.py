@@ -5,6 +5,7 @@ This module also compares the tensors of a checkpoint with those that its model 
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -445,6 +446,8 @@ _FUSED = {
     "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
+# The name of the first expert's matrix, of which the fused tensor lacks the number and the ending.
+_FIRST_EXPERT = re.compile(r"(?<=\.mixer\.experts)\.0(\.\w+)\.weight$")
 _FUSED_ROUTER = ("mlp.router.weight", "mlp.gate.weight")
 
 
@@ -456,15 +459,15 @@ def split_fused_experts(
     """Split tensors that hold the matrices of all experts into one tensor for each matrix.
 
     Published files have a tensor for each matrix, and the families' rules expect that. Tensors that
-    are not fused are returned unchanged.
+    are not fused are returned unchanged, except that a prefix in ``ModelFamily.prefixes`` is
+    replaced by the published one.
     """
-    split = dict(tensors)
+    split = {family.published_name(name): tensor for name, tensor in tensors.items()}
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
-        name = prefix + _FUSED.get(rule.megatron, "")
+        names = (prefix + _FUSED.get(rule.megatron, ""), _FIRST_EXPERT.sub(r"\1", rule.hf[0]))
         # Not for gpt-oss, whose rules expect the fused tensors.
-        fused = None if name in rule.hf else split.pop(name, None)
-        if fused is not None:
+        for fused in [split.pop(name) for name in names if name in split.keys() - set(rule.hf)]:
             split |= _split_fused(fused, rule.hf)
         if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in split:
             router = split.pop(prefix + _FUSED_ROUTER[1], None)

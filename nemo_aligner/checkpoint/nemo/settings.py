@@ -47,6 +47,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
+    "hybrid_override_pattern": (None,),
 }
 # Settings that are supported only in archives of this package. In checkpoints of Megatron, the
 # tensors of mixture-of-experts (MoE) layers, of linear and of latent attention have other shapes.
@@ -58,6 +59,7 @@ _SUPPORTED_IN_ARCHIVES = (
     "multi_latent_attention",
     "activation_func_clamp_value",
     "softmax_type",
+    "hybrid_override_pattern",
 )
 # Gemma 2's settings, with the values that switch them off. NeMo applies the sliding window in the
 # layers in which Google's model has none, so Gemma 2 is not supported. final_logit_softcapping is

@@ -14,6 +14,14 @@ from nemo_aligner.config.common import (
 from nemo_aligner.models.shapes.experts import QUICK_GEGLU, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
+from nemo_aligner.models.shapes.hybrid import (
+    ATTENTION,
+    EXPERTS,
+    MAMBA,
+    MIXERS,
+    MLP,
+    read_hybrid_pattern,
+)
 from nemo_aligner.models.shapes.latent_attention import (
     LatentAttentionShape,
     read_latent_attention,
@@ -49,6 +57,8 @@ _NAMED_LATER = {
     "one_norm_per_layer": False,
     "attention_sinks": False,
     "proj_bias": False,
+    "has_mixer": True,
+    "has_mlp": True,
 }
 # Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER_OF_EXPERTS = {
@@ -122,6 +132,10 @@ class ModelShape:
         attention_sinks: each query head has a learned logit that joins the softmax over its scores,
             and whose probability is dropped.
         proj_bias: attention's output projection has a bias.
+        hybrid_pattern: for each layer of a hybrid model, such as Nemotron-H, the letter of its kind
+            (``shapes/hybrid.py``). None if all layers have both a mixer (attention of any kind) and
+            an MLP.
+        has_mixer, has_mlp: False only in what ``of_layer`` returns for a layer of a hybrid model.
     """
 
     num_layers: int
@@ -175,6 +189,9 @@ class ModelShape:
     latent_attention: LatentAttentionShape | None = None
     attention_sinks: bool = False
     proj_bias: bool = False
+    hybrid_pattern: str | None = None
+    has_mixer: bool = True
+    has_mlp: bool = True
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -248,6 +265,7 @@ class ModelShape:
             lora=read_lora(config),
             head=read_head_shape(config),
             latent_attention=latent,
+            hybrid_pattern=read_hybrid_pattern(config),
         )
 
     @property
@@ -303,7 +321,8 @@ class ModelShape:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same modules, so that archives stack their tensors."""
-        return self.linear_attention is None and self.moe_layer_freq is None
+        is_of_one_kind = self.linear_attention is None and self.moe_layer_freq is None
+        return is_of_one_kind and self.hybrid_pattern is None
 
     def of_layer(self, layer_number: int) -> ModelShape:
         """Return the shape of a model whose layers all have the modules of this one layer.
@@ -315,6 +334,16 @@ class ModelShape:
         """
         if self.is_uniform:
             return self
+        if self.hybrid_pattern is not None:
+            kind = self.hybrid_pattern[layer_number - 1]
+            return replace(
+                self,
+                linear_attention=self.linear_attention if kind == MAMBA else None,
+                experts=self.experts if kind == EXPERTS else None,
+                hybrid_pattern=None,
+                has_mixer=kind in MIXERS,
+                has_mlp=kind not in MIXERS,
+            )
         is_full = is_in(self.linear_attention_freq, layer_number, 0)
         is_dense = self.moe_layer_freq is not None and not self.moe_layer_freq[layer_number - 1]
         return replace(
@@ -350,8 +379,7 @@ class ModelShape:
             raise ConfigError(
                 f"model.expert_model_parallel_size: got {ep}, wanted 1, as the model has no experts"
             )
-        has_dense_layers = self.experts is None or self.moe_layer_freq is not None
-        if has_dense_layers and self.ffn_hidden_size % tp != 0:
+        if self._has_layers_of(MLP) and self.ffn_hidden_size % tp != 0:
             raise ConfigError(
                 f"{key}: got {tp}, wanted a divisor of the model's {self.ffn_hidden_size} ffn "
                 "channels"
@@ -360,7 +388,7 @@ class ModelShape:
             ("attention heads", self.num_attention_heads),
             ("query groups", self.num_query_groups),
         ):
-            if count % tp != 0:
+            if self._has_layers_of(ATTENTION) and count % tp != 0:
                 raise ConfigError(
                     f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
                     f"Convert the checkpoint with nemo-aligner convert --tensor-parallel={tp}, "
@@ -371,6 +399,12 @@ class ModelShape:
                 f"model.pipeline_model_parallel_size: got {pp}, "
                 f"wanted a divisor of the model's {self.num_layers} layers"
             )
+
+    def _has_layers_of(self, kind: str) -> bool:
+        """Tell if some layer has attention (ATTENTION), or an MLP without experts (MLP)."""
+        if self.hybrid_pattern is not None:
+            return kind in self.hybrid_pattern
+        return kind == ATTENTION or self.experts is None or self.moe_layer_freq is not None
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the embedding table's number of rows when it is split over ``tp`` ranks."""
@@ -388,9 +422,12 @@ class ModelShape:
 
         This shape must be the one that ``of_layer`` returns for that layer.
         """
-        places = 2 * (self.pre_layernorms + self.post_layernorms) - self.one_norm_per_layer
+        halves = self.has_mixer + self.has_mlp
+        places = halves * (self.pre_layernorms + self.post_layernorms) - self.one_norm_per_layer
         norms = places * self.norm_parameters(self.hidden_size)
-        split, replicated = self._mixer_parameters()
+        split, replicated = self._mixer_parameters() if self.has_mixer else (0, 0)
+        if not self.has_mlp:
+            return split, norms + replicated
         if self.experts is None:
             mlp = self._mlp_matrices * self.hidden_size * self.ffn_hidden_size
             if self.linear_bias:
@@ -438,8 +475,10 @@ class ModelShape:
         """
         layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
         width = sum(layer.active_mlp_width for layer in layers) / self.num_layers
-        linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
-        full = sum(layer.linear_attention is None for layer in layers)
+        mixers = sum(layer.has_mixer for layer in layers) / self.num_layers
+        linear = mixers * self._attention_parameters()
+        linear += self._mlp_matrices * self.hidden_size * width
+        full = sum(layer.has_mixer and layer.linear_attention is None for layer in layers)
         return full / self.num_layers * 2 * self.num_attention_heads * self.kv_channels / linear
 
     @property
@@ -448,6 +487,8 @@ class ModelShape:
 
         This shape must be the one that ``of_layer`` returns for that layer.
         """
+        if not self.has_mlp:
+            return 0
         return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
     @property

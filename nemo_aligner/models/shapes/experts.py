@@ -143,8 +143,8 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     """Read the experts from a NeMo model config; None for a dense model.
 
     Raises:
-        CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
-            without a gate, which are not supported with experts; or the router's keys are wrong
+        CheckpointError: a key is missing or out of range, or the layer has post-norms or an
+            activation that is not supported with experts; or the router's keys are wrong
             (``_read_router``).
     """
     _check_activation(config)
@@ -161,11 +161,14 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
                 f"model_config.yaml: {name}: got {shown(value)}, wanted true or false"
             )
     shared = config.get(SHARED_WIDTH)
-    ungated = ("squared-relu", "gelu", "gelu-tanh", "xielu")
-    if config.get("post_layernorms") or config.get("activation") in ungated:
+    ungated = ("gelu", "gelu-tanh", "xielu")
+    activation, has_biases = config.get("activation"), flags[EXPERT_LINEAR_BIAS]
+    is_unsupported = activation in ungated or (activation == "squared-relu" and has_biases)
+    if config.get("post_layernorms") or is_unsupported:
         raise CheckpointError(
-            f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or an "
-            "MLP without a gate, which is not supported. Such models are supported without experts."
+            f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or "
+            f"activation={activation}, which is not supported. Such models are supported without "
+            "experts."
         )
     return ExpertShape(
         count,

@@ -91,6 +91,7 @@ LATENTS = {
 HYBRID_MIXTURES = {
     "qwen3_5_moe": [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")],
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba"],
+    "nemotron_h_moe": ["in_proj"],
 }
 
 
@@ -124,7 +125,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     # transformers has no class for these, so the card defines one.
     card = (tmp_path / "out" / "README.md").read_text()
     is_defined = "GenericForSequenceClassification" in card
-    assert is_defined == (case in ("granite", "qwen3_5_moe"))
+    assert is_defined == (case in ("granite", "qwen3_5_moe", "nemotron_h_moe"))
 
 
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(

@@ -259,7 +259,7 @@ VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
         body: (body, "one matrix", {})
         for body in families.BODIES.values()
         # These exports have not been tried in vLLM.
-        if "kv_lora_rank" not in families.CASES[body]
+        if families.CASES[body].keys().isdisjoint(("kv_lora_rank", "mamba_num_heads"))
     },
     "several attributes": ("llama", "several attributes", {}),
     "quantiles": ("gemma2", "quantiles", {}),

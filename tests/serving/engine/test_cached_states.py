@@ -47,8 +47,9 @@ def archive(once: Once) -> Path:
     """A reward model; the fixture runs before ``layout``, as converting has its own layout."""
 
     def write(folder: Path) -> None:
-        families.write_reward_model(folder / "hf", "qwen3_5", torch.float32)
-        convert_hf_to_nemo(folder / "hf", folder / "rm.nemo", seq_length=BUDGET)
+        for case, name in (("nemotron_h_moe", "mamba"), ("qwen3_5", "rm")):
+            families.write_reward_model(folder / f"{name}.hf", case, torch.float32)
+            convert_hf_to_nemo(folder / f"{name}.hf", folder / f"{name}.nemo", seq_length=BUDGET)
 
     return once("cached_states", write) / "rm.nemo"
 
@@ -63,9 +64,12 @@ def check(found: dict[str, Any], name: str) -> None:
     assert cached["large fp32"] > cached["small fp32"] > 0, name
 
 
-def test_rewards_from_cached_states_are_those_alone(archive: Path, layout: ParallelLayout) -> None:
+@pytest.mark.parametrize("name", ["rm", "mamba"])
+def test_rewards_from_cached_states_are_those_alone(
+    name: str, archive: Path, layout: ParallelLayout
+) -> None:
     """Dialogues, branches and repeats, with enough room and with too little."""
-    found = compare(archive, layout)
+    found = compare(archive.with_stem(name), layout)
     check(found, "one rank")
     requested = sum(len(text) for call in requests(random.Random(0)) for text in call)
     counts = found["counts"]["large fp32"]

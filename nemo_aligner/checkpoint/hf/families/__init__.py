@@ -8,6 +8,7 @@
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
   decoders with these names and relatives.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
+- ``nemotron_h``: Nemotron-H, whose layers have either a mixer or an MLP.
 - ``mixtures`` and ``ernie``: mixture-of-experts (MoE) models.
 - ``deepseek``: DeepSeek and relatives, with multi-head latent attention.
 - ``unsupported``: why a model of no family is rejected, and which families are near.
@@ -61,6 +62,7 @@ from nemo_aligner.checkpoint.hf.families.mixtures import (
     QWEN3_NEXT,
 )
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
+from nemo_aligner.checkpoint.hf.families.nemotron_h import NEMOTRON_H
 from nemo_aligner.checkpoint.hf.families.neox import GPT_NEOX, STARCODER2
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
@@ -115,6 +117,7 @@ _BUILT_IN = (
     QWEN3_5_MOE,
     QWEN3_NEXT,
     GPT_OSS,
+    NEMOTRON_H,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

@@ -446,6 +446,7 @@ PLAIN: Mapping[str, Any] = {
     "latent_attention": None,
     "attention_sinks": False,
     "proj_bias": False,
+    "hybrid_pattern": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -485,6 +486,8 @@ class ModelFamily:
         dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
             mixture-of-experts model. They replace the rules of experts, router and norm in
             ``layer`` or ``linear_layer``.
+        prefixes: prefixes of tensor names that transformers has in memory, and writes for some
+            classes, with the published prefixes.
     """
 
     name: str
@@ -500,6 +503,15 @@ class ModelFamily:
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
     dropped: str = ""
     dense_mlp: tuple[Rule, ...] = DENSE_MLP
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    def published_name(self, name: str) -> str:
+        """Replace a prefix of a tensor's name that is in ``prefixes`` by the published one."""
+        return _with_prefix(name, self.prefixes.items())
+
+    def name_in_memory(self, name: str) -> str:
+        """Invert ``published_name``: a model of transformers has these names, once loaded."""
+        return _with_prefix(name, [(value, key) for key, value in self.prefixes.items()])
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """List all rules, with complete Hugging Face names and their layers, in the model's order.
@@ -529,11 +541,13 @@ class ModelFamily:
         """Return the rules of a layer, which depend on its attention and MLP; counted from 0."""
         of_layer = shape.of_layer(layer + 1)
         rules = self.layer if of_layer.linear_attention is None else self.linear_layer
-        has_experts = any(rule.megatron.startswith("mlp.experts.") for rule in rules)
-        if of_layer.experts is not None or not has_experts:
-            return rules
         mixer = [rule for rule in rules if not rule.megatron.startswith(("mlp.", EXPERTS_NORM))]
-        return (*mixer, *self.dense_mlp)
+        if not of_layer.has_mlp:
+            return tuple(mixer)
+        has_experts = any(rule.megatron.startswith("mlp.experts.") for rule in rules)
+        if of_layer.experts is None and has_experts:
+            rules = (*mixer, *self.dense_mlp)
+        return rules if of_layer.has_mixer else tuple(rule for rule in rules if rule not in mixer)
 
     def _in_layer(self, rule: Rule, layer: int, config: Config) -> Rule:
         names: Iterable[str] = rule.hf
@@ -555,6 +569,14 @@ _OPTIONAL_RULES = {
     **{rule.megatron: "qk_layernorm" for rule in QUERY_KEY_NORMS},
     **{f"mlp.shared_experts.linear_fc{part}.weight": SHARED_WIDTH for part in (1, 2)},
 }
+
+
+def _with_prefix(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace a prefix of ``name``, the first of a pair, by the second."""
+    for prefix, replacement in pairs:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
 
 
 def _is_match(value: Any, expected: Any) -> bool:

@@ -181,10 +181,13 @@ def hybrid_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, An
     )
 
 
-def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
+def by_key_head(
+    megatron: str, names: tuple[str, ...], widths: Widths, heads_key: str = "linear_num_key_heads"
+) -> Rule:
     """Build the rule for tensors whose rows Megatron orders by key head.
 
     Args:
+        heads_key: key of the NeMo config for the number of key heads.
         names: Hugging Face names of the tensors that the Megatron tensor holds.
         widths: function of the NeMo config. For each Hugging Face tensor it returns a tuple: the
             number of rows per key head in each part that the tensor concatenates, such as q, k and
@@ -192,7 +195,7 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        heads = config["linear_num_key_heads"]
+        heads = config[heads_key]
         parts = [
             part.reshape(heads, -1, *part.shape[1:])
             for tensor, sizes in zip(tensors, widths(config), strict=True)
@@ -201,7 +204,7 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
-        by_head = tensor.unflatten(0, (config["linear_num_key_heads"], -1))
+        by_head = tensor.unflatten(0, (config[heads_key], -1))
         of_tensors = widths(config)
         parts = iter(by_head.split([size for sizes in of_tensors for size in sizes], dim=1))
         return [torch.cat([next(parts).flatten(0, 1) for _ in sizes]) for sizes in of_tensors]
@@ -210,7 +213,7 @@ def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
 
 
 def _conv_widths(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Return the rows that one key head has in queries, keys and values (see ``_by_key_head``)."""
+    """Return the rows that one key head has in queries, keys and values (see ``by_key_head``)."""
     per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
     key = config["linear_key_head_dim"]
     return ((key, key, per_key * config["linear_value_head_dim"]),)
@@ -229,9 +232,12 @@ def _fused_widths(config: Config) -> tuple[tuple[int, ...], ...]:
     return (sum(vectors),), (strengths + decays,)
 
 
-def _conv_rule() -> Rule:
-    """Build the rule of the convolution: ``[channels, 1, taps]`` becomes ``[channels, taps]``."""
-    rule = _by_key_head("self_attention.conv_weight", ("linear_attn.conv1d.weight",), _conv_widths)
+def conv_rule(rule: Rule) -> Rule:
+    """Change a rule to that of a convolution: ``[channels, 1, taps]`` becomes ``[channels, taps]``.
+
+    Args:
+        rule: the rule that orders the channels.
+    """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         return rule.join([tensor.flatten(1) for tensor in tensors], config)
@@ -285,8 +291,10 @@ def delta_net_rules(*, is_fused: bool = False, **mlp: Any) -> tuple[Rule, ...]:
     if is_fused:
         names, widths = _FUSED_PROJECTIONS, _fused_widths
     attention = (
-        _by_key_head("self_attention.linear_qkv.weight", names, widths),
-        _conv_rule(),
+        by_key_head("self_attention.linear_qkv.weight", names, widths),
+        conv_rule(
+            by_key_head("self_attention.conv_weight", ("linear_attn.conv1d.weight",), _conv_widths)
+        ),
         Rule("self_attention.a_log", ("linear_attn.A_log",)),
         Rule("self_attention.dt_bias", ("linear_attn.dt_bias",)),
         Rule("self_attention.norm_weight", ("linear_attn.norm.weight",)),

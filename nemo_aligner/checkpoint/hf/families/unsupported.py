@@ -16,8 +16,8 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 # separated by spaces.
 _REASONS = {
     "state-space layers (Mamba) are not supported": "mamba mamba2 falcon_mamba",
-    "layers with Mamba-2 (a state-space model) are not supported": (
-        "bamba falcon_h1 granitemoehybrid jamba nemotron_h zamba zamba2"
+    "layers with Mamba-2 and other parts are not supported, only those of nemotron_h": (
+        "bamba falcon_h1 granitemoehybrid jamba zamba zamba2"
     ),
     "recurrent layers of this kind are not supported": "recurrent_gemma rwkv xlstm",
     "layers of short convolutions are not supported": "lfm2 lfm2_moe lfm3",

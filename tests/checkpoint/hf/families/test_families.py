@@ -30,7 +30,7 @@ from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
-from tests.harness import families, tiny
+from tests.harness import families, family_cases, tiny
 from tests.harness.families import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
@@ -178,6 +178,16 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("cohere2", {"sliding_window": None}, "layer_types: got .* with sliding_window=None and 4"),
     ("apertus", {"hidden_act": "silu"}, "hidden_act: got 'silu', which is not supported"),
     ("apertus", {"post_norm": True}, "post_norm: got True, which is not supported"),
+    ("nemotron_h", {"moe_latent_size": 64}, "moe_latent_size: got 64, which is not supported"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["conv"]},
+        "layers_block_type: got .* of linear_att",
+    ),
+    ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern: got 'MX', wanted"),
+    ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit: got \[0.0, 0.1\], which"),
+    ("nemotron_h", {"use_bias": True}, "use_bias: got True, which is not supported"),
+    ("nemotron_h", {"mamba_num_heads": 5}, "mamba_num_heads: got 5, .* multiple of the 8 groups"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
@@ -199,6 +209,7 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq=.*does not belong to the"),
     ("gpt_oss", {"proj_bias": False}, "attention_sinks=True, which does not belong to any family"),
     ("gpt_oss", {"ffn_hidden_size": 48}, "got 40, but ffn_hidden_size is 48"),
+    ("nemotron_h", {"no_rope_freq": None}, "hybrid_pattern=M-\\*M, which does not belong to any"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
@@ -215,14 +226,15 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
                 family_of(config).to_hf(config)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_5_moe", "qwen3_next", "nemotron_h_moe"])
 def test_family_of_experts_reads_those_that_are_stored_as_one(case: str, tmp_path: Path) -> None:
     """transformers 5 can write fused experts; a Mixtral's router then has another name."""
     families.write_hf_checkpoint(tmp_path / "single", case)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     tiny.write_tokenizer(tmp_path / "fused")
-    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
+    down = "3.mixer" if case == "nemotron_h_moe" else "0.mlp"
+    assert f"model.layers.{down}.experts.down_proj" in load_file(
         tmp_path / "fused/model.safetensors"
     )
     for name in ("single", "fused"):
@@ -234,11 +246,11 @@ def test_family_of_experts_reads_those_that_are_stored_as_one(case: str, tmp_pat
 
 
 def test_family_config_of_old_keys_reads_the_same() -> None:
-    llama3 = dict(families.LLAMA3_ROPE)
+    llama3 = dict(family_cases.LLAMA3_ROPE)
     base = llama3.pop("rope_theta")
     gelu = {"hidden_act": "gelu", "hidden_activation": None}
     half = {"rope_theta": base, "rope_parameters": {**llama3, "rope_theta": None}}
-    new = {"rope_parameters": families.LLAMA3_ROPE}
+    new = {"rope_parameters": family_cases.LLAMA3_ROPE}
     no_layer = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4}
     for name, older, newer in (
         ("llama", {"rope_theta": base, "rope_scaling": llama3}, new),
@@ -346,6 +358,8 @@ def test_family_export_is_what_was_converted(
     # The export has compared samples that are longer than any window.
     assert summary.largest_difference < 2e-5
     there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("there", "back"))
+    family = find_family(CASES[case]["model_type"])
+    there = {family.published_name(name): tensor for name, tensor in there.items()}
     assert there.keys() == back.keys()
     for name, tensor in there.items():
         expected = tensor.float() if name == "score.weight" else tensor
