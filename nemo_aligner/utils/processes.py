@@ -270,7 +270,10 @@ def environment() -> dict[str, str]:
 def _is_users_folder(path: str) -> bool:
     """Tell if an entry of ``sys.path`` is a folder that no Python installation brings along."""
     folder = Path(path).resolve()
-    installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+    # The folder of this package is on the path of ``python nemo_aligner/__main__.py``; its modules
+    # must not be importable without the package's name.
+    prefixes = (sys.prefix, sys.base_prefix, Path(nemo_aligner.__file__).parent)
+    installed = [Path(prefix).resolve() for prefix in prefixes]
     is_installed = any(folder.is_relative_to(prefix) for prefix in installed)
     return folder.is_dir() and not is_installed and folder.name not in _PACKAGE_FOLDERS
 

@@ -286,13 +286,13 @@ _RMB_SETS = tuple(
 
 def _read_rmb(value: dict[str, Any]) -> Item:
     is_pair = "pair_uid" in value
-    best, others = ("chosen", [value["reject"]]) if is_pair else ("bon_best", value["loser_list"])
-    if not isinstance(others, list) or not others:
-        raise DataError(f"loser_list: got {others!r:.60}, wanted a list of replies")
+    best, losers = ("chosen", [value["reject"]]) if is_pair else ("bon_best", value["loser_list"])
+    if not isinstance(losers, list) or not losers:
+        raise DataError(f"loser_list: got {losers!r:.60}, wanted a list of replies")
     prompt = _select_turns(value["conversation_input"])
     texts = tuple(
         build_conversation(prompt, _read_answer(reply), "answer")
-        for reply in (value[best], *others)
+        for reply in (value[best], *losers)
     )
     name = value["pair_uid"] if is_pair else value["bon_uid"]
     return Item(str(name), str(value["category_path"]), texts)

@@ -179,15 +179,15 @@ def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
         CheckpointError: there is no such family. The message tells why, and names families with
             similar settings.
     """
-    known = _known_families()
-    if model_type in unreachable_families() and model_type not in known:
+    by_name = _known_families()
+    if model_type in unreachable_families() and model_type not in by_name:
         raise CheckpointError(
             f"model_type {model_type}: its family was registered by a script whose code other "
             "processes cannot import. Define it in a module, and register it from there"
         )
-    if not isinstance(model_type, str) or model_type not in known:
-        raise unsupported_model(model_type, config or {}, known)
-    return known[model_type]
+    if not isinstance(model_type, str) or model_type not in by_name:
+        raise unsupported_model(model_type, config or {}, by_name)
+    return by_name[model_type]
 
 
 def check_gguf_architecture(architecture: Any) -> None:
@@ -237,15 +237,15 @@ def family_of(config: Config) -> ModelFamily:
         CheckpointError: the decoder fits no family; the message says how it differs from Llama's.
     """
     shape, name = ModelShape.from_config(config), config.get(NAME_KEY)
-    known = _known_families()
-    if name is not None and name not in tuple(known):
+    by_name = _known_families()
+    if name is not None and name not in tuple(by_name):
         raise CheckpointError(
-            f"model_config.yaml: {NAME_KEY}: got {shown(name)}, wanted one of: {', '.join(known)}"
+            f"model_config.yaml: {NAME_KEY}: got {shown(name)}, wanted one of: {', '.join(by_name)}"
         )
-    for family in known.values() if name is None else (known[name],):
+    for family in by_name.values() if name is None else (by_name[name],):
         if family.has(shape):
             return family
-    families = f"any family: {', '.join(known)}" if name is None else f"the family {name}"
+    families = f"any family: {', '.join(by_name)}" if name is None else f"the family {name}"
     raise CheckpointError(
         f"model_config.yaml: got a decoder with {describe_differences_from_llama(shape)}, which "
         f"does not belong to {families}"
