@@ -28,7 +28,9 @@ def import_dotted(name: str, key: str, expected: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: got {name!r}, {expected}: {error}") from error
+        is_lost = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
+        advice = ". Put the folder of the module on PYTHONPATH" if is_lost else ""
+        raise ConfigError(f"{key}: got {name!r}, {expected}: {error}{advice}") from error
 
 
 def source_digest(name: str) -> str:

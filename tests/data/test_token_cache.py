@@ -197,7 +197,7 @@ def test_format_of_a_users_code_is_found_in_every_process(
     for name, problem in {
         "quiz": "got 'quiz', wanted auto, one of .*, or package.module:NAME",
         "quiz_formats:": "got 'quiz_formats:', wanted package.module:NAME of a format",
-        "lost_formats:QUIZ": "wanted package.module:NAME of a format: No module named 'lost_form",
+        "lost_formats:QUIZ": "of a format: No module named .* on PYTHONPATH",
         "quiz_formats:LOST": "wanted package.module:NAME of a format: .* no attribute 'LOST'",
         "quiz_formats:parse": "quiz_formats:parse: got function, wanted a Format",
     }.items():
