@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner import __version__
+from nemo_aligner.checkpoint.custom_families import describe_custom_family
 from nemo_aligner.utils.cache import cache_folder, cached_file
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, one_line
@@ -190,11 +191,14 @@ def _identify(path: Path) -> Any:
 
     For a snapshot of the hub this is its revision. Otherwise it lists each file: settings and
     tokenizer by their content; weights by name, size, header and time of the last change, because
-    a model that is trained further and saved again has the same names, sizes and headers.
+    a model that is trained further and saved again has the same names, sizes and headers. A family
+    of a user's code counts with its code.
     """
     if path.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", path.name):
-        return [path.parent.parent.name, path.name]
-    return [list(_describe_file(path, file)) for file in _list_files(path)]
+        identity: list[Any] = [path.parent.parent.name, path.name]
+    else:
+        identity = [list(_describe_file(path, file)) for file in _list_files(path)]
+    return identity + describe_custom_family(path)
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Subcommands (verbs) for checkpoints: ``convert``, ``import``, ``export`` and ``merge``."""
+"""Verbs for checkpoints: ``convert``, ``import``, ``export``, ``merge`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -287,3 +287,39 @@ def run_merge(options: argparse.Namespace) -> int:
 
 def _parse_numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+_CACHE = """\
+List or remove the files of the cache: converted models, and data sets of the hub.
+
+nemo-aligner cache
+
+nemo-aligner cache --clear 'Qwen3*'
+
+The cache is the folder NEMO_ALIGNER_CACHE, by default ~/.cache/nemo_aligner. A removed file is made
+again when it is needed. Remove no model from which a server or a run is just starting.
+"""
+
+
+def cache_parser() -> Parser:
+    """Build the parser of ``nemo-aligner cache``."""
+    parser = Parser("cache", _CACHE)
+    parser.add_argument(
+        "--clear", nargs="*", metavar="NAME",
+        help="remove the files of these names, in which * stands for any characters; without a "
+        "name, remove all",
+    )  # fmt: skip
+    return parser
+
+
+def run_cache(options: argparse.Namespace) -> int:
+    """Print the files of the cache with sizes and ages, or remove some of them."""
+    from nemo_aligner.utils.cache import describe_cached, list_cached, remove_cached
+
+    files = list_cached(options.clear or ())
+    described = describe_cached(files)
+    if options.clear is not None:
+        remove_cached(files)
+        described = f"removed:\n{described}"
+    print(described)
+    return 0

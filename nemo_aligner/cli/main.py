@@ -170,6 +170,7 @@ VERBS = {
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",
     "export": "a reward model's .nemo -> a Hugging Face folder",
     "merge": "average reward models, or extrapolate from two (ExPO)",
+    "cache": "list or remove converted models and downloaded data sets",
     "data fetch": "a data set of the Hugging Face hub -> JSON lines",
     "data inspect": "show data as training will see it",
     "data split": "split a file by prompt into training and held-out data",
@@ -193,7 +194,7 @@ _MODULES = {
     "train": ("plan", "train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
-    "checkpoint": ("convert", "import", "export", "merge"),
+    "checkpoint": ("convert", "import", "export", "merge", "cache"),
     "data": tuple(verb for verb in VERBS if verb.startswith("data ")),
 }
 

@@ -110,6 +110,8 @@ def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
         # Leave out COMPARISON_TEXT: its records are two lines with a ``text`` each, so that it
         # would match any line with a text to score.
         formats = [fmt for fmt in FORMATS.values() if fmt is not COMPARISON_TEXT]
+        if ":" in reading.format:
+            formats.append(format_named(reading.format, None))
     return any(key in value for key in _PLAIN) and not any(fmt.matches(value) for fmt in formats)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner import __version__
+from nemo_aligner.data.formats import custom_format_source
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.token_index import (
     ArraysInFolder,
@@ -102,6 +103,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "contract": {name: getattr(contract, name) for name in _DECIDE_IDS},
         "kind": None if reading.kind is None else reading.kind.value,
         "format": reading.format,
+        **custom_format_source(reading.format),
         "attributes": list(reading.attributes),
         "loss_mask_val": reading.loss_mask_val,
         "pair_columns": list(reading.pair_columns),

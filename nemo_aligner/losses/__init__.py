@@ -21,7 +21,6 @@ them, the attributes' ``weights`` in the merged reward. By default
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -43,6 +42,7 @@ from nemo_aligner.losses.regression import (
     Quantiles,
     RankingAndRegression,
 )
+from nemo_aligner.utils.dotted import import_dotted
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -215,14 +215,8 @@ def _find_objective_class(name: str) -> type[Any]:
     removed = describe_removed(name)
     if removed is not None:
         raise ConfigError(f"{_KEY}: {removed}")
-    module, colon, attribute = name.partition(":")
     expected = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
-    if not colon:
-        raise ConfigError(f"{_KEY}: got {name!r}, {expected}")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{_KEY}: got {name!r}, {expected}: {error}") from error
+    kind = import_dotted(name, _KEY, expected)
     if not _is_objective(kind):
         raise ConfigError(
             f"{_KEY}: {name}: wanted a dataclass that inherits from PairObjective or "

@@ -1,19 +1,21 @@
 """The cache of files that are made once: converted models, and data sets of the Hugging Face hub.
 
 It is the folder ``$NEMO_ALIGNER_CACHE``, by default ``~/.cache/nemo_aligner``. A file in it is
-complete, because it is written under another name and then renamed. Nothing is ever removed from it
-by this package; a removed file is made again when it is needed.
+complete, because it is written under another name and then renamed. Only ``remove_cached`` (for
+``nemo-aligner cache --clear``) removes files; a removed file is made again when it is needed.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
-from nemo_aligner.utils.console import say, show_bytes
+from nemo_aligner.utils.console import say, show_bytes, show_duration
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
@@ -95,3 +97,47 @@ def _hold_lock(lock: Path, origin: str) -> Iterator[None]:
         yield
         # Processes that wait for the lock still hold the removed file, and then see the result.
         lock.unlink(missing_ok=True)
+
+
+def list_cached(patterns: Sequence[str] = ()) -> list[Path]:
+    """List the complete files of the cache, the largest first.
+
+    Args:
+        patterns: names of files, in which ``*`` stands for any characters; empty means all files.
+
+    Raises:
+        ConfigError: no file matches one of the patterns.
+    """
+    folder = cache_folder()
+    # The names of locks and of unfinished files begin with a dot.
+    files = [file for file in folder.glob("*/[!.]*") if file.is_file()]
+    for pattern in patterns:
+        if not any(fnmatch(file.name, pattern) for file in files):
+            raise ConfigError(
+                f"{pattern}: no file in {folder} has this name. `nemo-aligner cache` lists them"
+            )
+    chosen = [
+        file
+        for file in files
+        if not patterns or any(fnmatch(file.name, pattern) for pattern in patterns)
+    ]
+    return sorted(chosen, key=lambda file: (-file.stat().st_size, file.name))
+
+
+def describe_cached(files: Sequence[Path]) -> str:
+    """Format a table of files of the cache: size, age and name, and the sum of the sizes."""
+    stats = [file.stat() for file in files]
+    rows = [
+        f"{show_bytes(stat.st_size):>9}  {show_duration(time.time() - stat.st_mtime):>8}  "
+        f"{file.relative_to(cache_folder())}"
+        for file, stat in zip(files, stats, strict=True)
+    ]
+    total = show_bytes(sum(stat.st_size for stat in stats))
+    return "\n".join([*rows, f"{total} in {len(files)} files of {cache_folder()}"])
+
+
+def remove_cached(files: Sequence[Path]) -> None:
+    """Remove files of the cache; ConfigError if one cannot be removed."""
+    for file in files:
+        with _naming_cache(file):
+            file.unlink(missing_ok=True)

@@ -226,6 +226,7 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
 # Format ``nemo-aligner`` commands for messages, and prepare to start them as subprocesses.
 
 _WIDTH = 78
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
 def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
@@ -255,10 +256,26 @@ def verb_command(verb: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of the environment in which subprocesses can import this package."""
+    """Return a copy of the environment in which subprocesses can import this package.
+
+    They also find the modules that this process finds outside of its Python's folders, such as
+    those next to the user's script, which settings may name as ``package.module:NAME``.
+    """
     package = str(Path(nemo_aligner.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    named = (os.environ.get("PYTHONPATH") or "").split(os.pathsep)
+    paths = dict.fromkeys([package, *named, *filter(_is_users_folder, sys.path)])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _is_users_folder(path: str) -> bool:
+    """Tell if an entry of ``sys.path`` is a folder that no Python installation brings along."""
+    folder = Path(path).resolve()
+    # The folder of this package is on the path of ``python nemo_aligner/__main__.py``; its modules
+    # must not be importable without the package's name.
+    prefixes = (sys.prefix, sys.base_prefix, Path(nemo_aligner.__file__).parent)
+    installed = [Path(prefix).resolve() for prefix in prefixes]
+    is_installed = any(folder.is_relative_to(prefix) for prefix in installed)
+    return folder.is_dir() and not is_installed and folder.name not in _PACKAGE_FOLDERS
 
 
 def environment_of_one_process() -> dict[str, str]:

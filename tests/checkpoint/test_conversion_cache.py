@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,18 +17,22 @@ import torch
 
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
-from nemo_aligner.checkpoint import conversion_cache
+from nemo_aligner.checkpoint import conversion_cache, custom_families
+from nemo_aligner.checkpoint.hf import families
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.fingerprint import read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
+from nemo_aligner.cli.main import main
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.cache import VARIABLE
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import verb_command
+from tests.checkpoint.hf.families.test_outside import write_reward_model as write_toy_llama
 from tests.checkpoint.hf.gguf_writing import write_gguf
 from tests.data.files import rows_of
 from tests.data.hubs import FakeHub
-from tests.harness import families, tiny
+from tests.harness import families as tiny_families
+from tests.harness import tiny
 from tests.serving.servers import running
 
 TEXTS = [tiny.chat("what is the river", "thank you"), "a raw text"]
@@ -36,8 +42,8 @@ TEXTS = [tiny.chat("what is the river", "thank you"), "a raw text"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders ``rm`` and ``base`` of Qwen3, their archives, pairs, and an empty cache."""
     folder = tmp_path_factory.mktemp("models")
-    families.write_reward_model(folder / "rm", "qwen3", torch.float32)
-    families.write_hf_checkpoint(folder / "base", "qwen3")
+    tiny_families.write_reward_model(folder / "rm", "qwen3", torch.float32)
+    tiny_families.write_hf_checkpoint(folder / "base", "qwen3")
     for name in ("rm", "base"):
         convert_hf_to_nemo(folder / name, folder / f"{name}.nemo")
     tiny.write_pairs(folder / "pairs.jsonl", 16)
@@ -173,6 +179,66 @@ def test_changed_model_is_converted_again(models: Path, cache: Path, tmp_path: P
     first = identify(tmp_path / "model.gguf")
     os.utime(tmp_path / "model.gguf", ns=(0, 0))
     assert identify(tmp_path / "model.gguf") != first
+
+
+def test_family_of_a_users_code_is_known_to_the_conversion(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is found next to the user's script; new code converts anew."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setenv(custom_families.VARIABLE, "")
+    code = (tiny.ROOT / "tests/checkpoint/hf/families/toy_llama.py").read_text()
+    (tmp_path / "toy_family.py").write_text(code)
+    write_toy_llama(tmp_path / "toy")
+    with pytest.raises(CheckpointError, match="toy_llama"):
+        read_fingerprint(tmp_path / "toy")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    families.register_family(importlib.import_module("toy_family").TOY_LLAMA)
+    convert_hf_to_nemo(tmp_path / "toy", tmp_path / "toy.nemo")
+    np.testing.assert_array_equal(score(tmp_path / "toy"), score(tmp_path / "toy.nemo"))
+    assert os.environ[custom_families.VARIABLE] == "toy_family:TOY_LLAMA"
+    before = conversion_cache._identify(tmp_path / "toy")
+    (tmp_path / "toy_family.py").write_text(f"{code}\n")
+    assert conversion_cache._identify(tmp_path / "toy") != before
+    monkeypatch.setenv(custom_families.VARIABLE, "")
+    lost = dataclasses.replace(families.find_family("toy_llama"), name="lost")
+    custom_families.announce_family(lost)
+    with pytest.raises(CheckpointError, match=r"model_type lost: .*Define it in a module"):
+        families.find_family("lost")
+
+
+def test_cache_is_listed_and_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    for name, size in {
+        "models/a-1.nemo": 3_000_000,
+        "models/b-2.nemo": 10,
+        "data/c.jsonl": 20,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "models/.a-1.nemo.lock").touch()
+    assert main(["cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == [
+        "models/a-1.nemo",
+        "data/c.jsonl",
+        "models/b-2.nemo",
+    ]
+    assert lines[0].split()[:2] == ["3.0", "MB"]
+    assert lines[3] == f"3.0 MB in 3 files of {tmp_path}"
+    assert main(["cache", "--clear", "lost*"]) == 1
+    assert "lost*: no file in" in capsys.readouterr().err
+    assert main(["cache", "--clear", "a-*"]) == 0
+    assert capsys.readouterr().out.startswith("removed:\n")
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == [
+        ".a-1.nemo.lock",
+        "b-2.nemo",
+        "c.jsonl",
+    ]
+    assert main(["cache", "--clear"]) == 0
+    assert [path.name for path in tmp_path.glob("*/*")] == [".a-1.nemo.lock"]
 
 
 def test_gguf_file_is_converted(models: Path, cache: Path, tmp_path: Path) -> None:

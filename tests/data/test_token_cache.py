@@ -157,6 +157,56 @@ def test_index_made_by_several_processes_is_the_same(
         build(contracts, files, **{**settings, "index_dir": str(tmp_path / "other")})
 
 
+CUSTOM_FORMAT = """
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats.base import Format, has, read_conversation
+from nemo_aligner.data.records import Comparison
+
+def parse(values, origin, columns):
+    q, good, bad = (values[0][key] for key in ("q", "good", "bad"))
+    return Comparison.of_pair(
+        read_conversation(q, good, "good"), read_conversation(q, bad, "bad"), origin
+    )
+
+QUIZ = Format("quiz", RecordKind.comparison, has("q", "good", "bad"), "q, good, bad", parse, ({},))
+"""
+
+
+def test_format_of_a_users_code_is_found_in_every_process(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch, made: list[str]
+) -> None:
+    """Also next to a script that is not on PYTHONPATH; new code tokenizes anew."""
+    rows = rows_of(pairs(tmp_path / "p.jsonl"))
+    keys = {"q": "prompt", "good": "chosen", "bad": "rejected"}
+    custom = [{key: row[name] for key, name in keys.items()} for row in rows]
+    file = old(write(tmp_path / "custom.jsonl", *custom))
+    (tmp_path / "code").mkdir()
+    module = tmp_path / "code/quiz_formats.py"
+    module.write_text(CUSTOM_FORMAT)
+    monkeypatch.syspath_prepend(str(module.parent))
+    settings = {"format": "quiz_formats:QUIZ", "index_dir": str(tmp_path / "index")}
+    expected = steps_of(build(contracts, [tmp_path / "p.jsonl"]))
+    small_blocks(monkeypatch)
+    monkeypatch.setattr(token_cache, "_BYTES_PER_PROCESS", 100)
+    monkeypatch.setattr(token_cache, "usable_processes", lambda: 2)
+    monkeypatch.setattr(token_workers, "tokenize_block", None)
+    for code, count in ((CUSTOM_FORMAT, 1), (CUSTOM_FORMAT, 1), (CUSTOM_FORMAT + "\n", 2)):
+        module.write_text(code)
+        assert steps_of(build(contracts, [file], **settings)) == expected
+        assert len(made) == count
+    for name, problem in {
+        "quiz": "got 'quiz', wanted auto, one of .*, or package.module:NAME",
+        "quiz_formats:": "got 'quiz_formats:', wanted package.module:NAME of a format",
+        "lost_formats:QUIZ": "of a format: No module named .* on PYTHONPATH",
+        "quiz_formats:LOST": "wanted package.module:NAME of a format: .* no attribute 'LOST'",
+        "quiz_formats:parse": "quiz_formats:parse: got function, wanted a Format",
+    }.items():
+        with pytest.raises(ConfigError, match=f"model.data.format: {problem}|{problem}"):
+            build(contracts, [file], format=name)
+    with pytest.raises(ConfigError, match=r"QUIZ reads records of the kind comparison, which are"):
+        build(contracts, [file], attributes=["help"], format="quiz_formats:QUIZ")
+
+
 def test_index_of_a_second_start_needs_no_text(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

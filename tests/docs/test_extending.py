@@ -93,6 +93,8 @@ def test_a_format_is_found_by_its_keys(
     path.write_text(json.dumps(example.sample[0]))
     file = read_records(path, ReaderConfig(RecordKind.comparison))
     assert (file.format, file.records[0].texts[0][-1]["content"]) == ("a_or_b", "4")
+    named = read_records(path, ReaderConfig(format="my_formats:FORMAT"))
+    assert named.records == file.records
     path.write_text(json.dumps({**example.sample[0], "better": "c"}))
     with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted"):
         read_records(path, ReaderConfig(RecordKind.comparison))

@@ -139,7 +139,8 @@ def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
         check(by_length, pairs)
     refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
     not_pairs = ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n")
-    for name in (*not_pairs, "processbench", "prmbench"):
+    others = ("rmb", "fc_rewardbench", "if_rewardbench")
+    for name in (*not_pairs, "processbench", "prmbench", *others):
         error = refused.pop(name)
         assert error.startswith("robustness_pairs: ")
         assert f"task={name}" in error

@@ -24,6 +24,8 @@ else:
 
 # Names the folder that keeps environments from run to run; it may be deleted at any time.
 FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
+# Names a folder with checkouts of projects that are on no package index: RL (NeMo RL) and slime.
+CHECKOUTS_VARIABLE = "NEMO_ALIGNER_TEST_CHECKOUTS"
 _INSTALL_S = 600
 # Names a Python interpreter with vLLM, which is too large to install for a test.
 VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
@@ -126,6 +128,14 @@ def package(name: str) -> Path:
         wheels[0].unlink()
 
     return kept_environment(name.partition("=")[0], (name,), make)
+
+
+def checkout(name: str) -> Path:
+    """The checkout of a project that is on no package index; without one, the test is skipped."""
+    folder = Path(os.environ.get(CHECKOUTS_VARIABLE, "")) / name
+    if CHECKOUTS_VARIABLE not in os.environ or not folder.is_dir():
+        pytest.skip(f"{CHECKOUTS_VARIABLE} names no folder with a checkout of {name}")
+    return folder
 
 
 def vllm_python() -> str:

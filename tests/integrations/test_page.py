@@ -1,20 +1,29 @@
-"""The examples of docs/rl_trainers.md, run against a server and a gateway in front of it."""
+"""The examples of docs/rl_trainers.md and examples/rl, with a server and a gateway before it."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import asyncio
 import json
+import math
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from omegaconf import OmegaConf
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
@@ -24,7 +33,10 @@ from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import blocks
+from tests.harness.environments import checkout, package
 from tests.harness.launching import ROOT
+from tests.integrations import gym
+from tests.integrations.clients.stand_ins import StandIns
 from tests.serving.test_page import curls
 
 PAGE = ROOT / "docs" / "rl_trainers.md"
@@ -60,46 +72,12 @@ def test_the_environment_of_nemo_rl(
     assert capsys.readouterr().out.endswith("tensor([True]) ['A rose.']\n")
 
 
-def test_the_settings_of_nemo_rl_name_what_is_registered() -> None:
-    (block,) = blocks(PAGE, "yaml")
-    settings = yaml.safe_load(block)
-    assert settings["data"]["default"] == {
-        "processor": nemo_rl.PROCESSOR_NAME,
-        "env_name": nemo_rl.ENVIRONMENT_NAME,
-    }
-    config = load_values(RewardEnvironmentConfig, settings["env"][nemo_rl.ENVIRONMENT_NAME], "env")
-    assert config.url == [SERVER]
-    assert config.refused_reward == -5.0
-
-
 def test_the_table_of_nemo_rl_s_settings_has_all_of_them() -> None:
     text = PAGE.read_text()
     table = text[text.index("| `env.nemo_aligner_reward_model.`") :].split("\n\n")[0]
     named = set(re.findall(r"`([a-z_]+)(?:\.[a-z_]+)?`", table))
     known = {*RewardEnvironmentConfig.__dataclass_fields__}
     assert named - {"env"} == known
-
-
-def test_the_script_for_nemo_rl_registers_and_runs_its_own(
-    server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(nemo_rl, "register", lambda: done.append("registered"))
-    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: done.append((path, run_name)))
-    exec(python_block("nemo_rl.register()", server), {"__name__": "__main__"})
-    assert done == ["registered", (Path("examples/run_grpo.py"), "__main__")]
-
-
-def test_the_reward_function_of_verl(
-    server: str, scorer: RewardScorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = ModuleType("verl_reward")
-    monkeypatch.setitem(sys.modules, "verl_reward", module)
-    exec(python_block("compute_score", server), vars(module))
-    asked = {"extra_info": {"prompt": CHAT[:1], "num_turns": 1}}
-    work = module.compute_score("chat", solution_str="A rose.", ground_truth="", **asked)
-    np.testing.assert_allclose(asyncio.run(work), score_all(scorer, [CHAT])[0, 0], **CLOSE)
-    module.client.close()
 
 
 def curl(words: list[str], url: str) -> Any:
@@ -137,3 +115,255 @@ def test_gym_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (folder / "README.md").is_file()
     with pytest.raises(ConfigError, match="exists already"):
         drop_in(tmp_path)
+
+
+# The files of ``examples/rl`` for other trainers, read by these trainers' own code.
+
+FOLDER = ROOT / "examples/rl"
+SLIME_MODULES = {
+    "slime.utils.misc": ("load_function",),
+    "slime.utils.types": ("Sample",),
+    "slime.rollout.rm_hub.deepscaler": ("get_deepscaler_rule_based_reward",),
+    "slime.rollout.rm_hub.f1": ("f1_score",),
+    "slime.rollout.rm_hub.gpqa": ("compute_gpqa_reward",),
+    "slime.rollout.rm_hub.math_dapo_utils": ("compute_score",),
+    "slime.rollout.rm_hub.math_utils": ("extract_answer", "grade_answer_verl"),
+}
+# Flags of slime_grpo.sh and its model's file that Megatron defines, not slime.
+MEGATRON_FLAGS = {
+    "lr", "lr-decay-style", "optimizer", "save", "save-interval", "sequence-parallel",
+    "tensor-model-parallel-size", "global-batch-size", "swiglu", "num-layers", "hidden-size",
+    "ffn-hidden-size", "num-attention-heads", "group-query-attention", "num-query-groups",
+    "use-rotary-position-embeddings", "disable-bias-linear", "normalization", "norm-epsilon",
+    "rotary-base", "vocab-size", "kv-channels", "qk-layernorm",
+}  # fmt: skip
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    return StandIns(monkeypatch)
+
+
+def arguments_of(script: str, folder: Path, program: str, **variables: str) -> list[str]:
+    """The arguments with which a script of the folder runs ``program``, which does nothing."""
+    fake = folder / "bin" / program
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(FOLDER / script)],
+        env={"PATH": f"{fake.parent}:/usr/bin:/bin", **variables},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def defined(path: Path, *names: str, **globals_: Any) -> dict[str, Any]:
+    """Functions and classes of a file, without its imports."""
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if getattr(node, "name", None) in names]
+    assert len(body) == len(names)
+    exec(compile(ast.Module(body, []), str(path), "exec"), globals_)
+    return globals_
+
+
+# NeMo RL.
+
+
+def test_nemo_rl_reads_the_settings_and_creates_the_environment(
+    server: str, scorer: RewardScorer, modules: StandIns, tmp_path: Path
+) -> None:
+    rl = checkout("RL")
+    shutil.copytree(rl / "examples/configs", tmp_path / "configs")
+    text = (FOLDER / "nemo_rl_grpo.yaml").read_text()
+    (tmp_path / "grpo.yaml").write_text(text.replace(SERVER, server))
+    hydra = {
+        "hydra._internal.config_loader_impl": {"ConfigLoaderImpl": None},
+        "hydra.core.override_parser.overrides_parser": {"OverridesParser": None},
+        "hydra.utils": {"get_object": lambda name: getattr(nemo_rl, name.rpartition(".")[2])},
+        "ray": {"remote": Actor},
+        "nemo_rl.utils.venvs": {"create_local_venv_on_each_node": None},
+        "nemo_rl.environments.interfaces": {"EnvironmentInterface": object},
+        "nemo_rl.data.processors": {"register_processor": print},
+        "nemo_rl.distributed.ray_actor_environment_registry": {
+            "ACTOR_ENVIRONMENT_REGISTRY": (pythons := {}),
+            "get_actor_python_env": pythons.__getitem__,
+        },
+    }
+    for name, members in hydra.items():
+        modules.add(name, **members)
+    settings = modules.load("nemo_rl.utils.config", rl / "nemo_rl/utils/config.py")
+    settings.register_omegaconf_resolvers()
+    config = OmegaConf.to_container(settings.load_config(tmp_path / "grpo.yaml"), resolve=True)
+    default = config["data"]["default"]
+    assert default["processor"] == nemo_rl.PROCESSOR_NAME
+    assert (default["prompt_file"], config["data"]["max_input_seq_length"]) == (None, 512)
+    environments = modules.load("nemo_rl.environments.utils", rl / "nemo_rl/environments/utils.py")
+    nemo_rl.register()
+    name = default["env_name"]
+    environment = environments.create_env(name, config["env"][name])
+    np.testing.assert_allclose(
+        environment.step([CHAT], [None]).rewards, score_all(scorer, [CHAT]).sum(axis=1), **CLOSE
+    )
+    environment.shutdown()
+
+
+class Actor:
+    """Stands for ``ray.remote``: creates the object in this process."""
+
+    def __init__(self, cls: Callable[..., Any]) -> None:
+        self.remote = cls
+
+    def options(self, **options: Any) -> Actor:
+        assert options["runtime_env"]["py_executable"] == sys.executable
+        return self
+
+
+def test_settings_of_nemo_rl_name_what_is_registered() -> None:
+    settings = yaml.safe_load((FOLDER / "nemo_rl_grpo.yaml").read_text())
+    assert settings["data"]["default"]["processor"] == nemo_rl.PROCESSOR_NAME
+    assert settings["data"]["default"]["env_name"] == nemo_rl.ENVIRONMENT_NAME
+    config = settings["env"][nemo_rl.ENVIRONMENT_NAME]
+    loaded = load_values(RewardEnvironmentConfig, config, "env")
+    assert (loaded.url, loaded.refused_reward) == ([SERVER], -5.0)
+
+
+def test_script_for_nemo_rl_registers_and_runs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    run_path = runpy.run_path
+    monkeypatch.setattr(nemo_rl, "register", lambda: done.append("registered"))
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: done.append((path, run_name)))
+    run_path(str(FOLDER / "nemo_rl_grpo.py"), run_name="__main__")
+    assert done == ["registered", (str(FOLDER / "run_grpo.py"), "__main__")]
+
+
+def test_nemo_rl_accepts_the_components_of_verify() -> None:
+    pytest.importorskip("pydantic")
+    from tests.serving.protocols.test_gym import COMPONENT_CASES, answer_with
+
+    functions = defined(
+        checkout("RL") / "nemo_rl/environments/nemo_gym.py",
+        "extract_reward_components",
+        "build_reward_component_columns",
+        "validate_reward_components_match_scalar",
+        math=math, torch=torch, Dict=dict, List=list,
+    )  # fmt: skip
+    for attributes, weights, threshold in COMPONENT_CASES:
+        answer = answer_with(attributes, weights, threshold)
+        functions["validate_reward_components_match_scalar"]([answer])
+        parts = functions["extract_reward_components"](answer)
+        columns = functions["build_reward_component_columns"]([parts])
+        expected = {f"reward/{name}" for name in attributes} if threshold is None else set()
+        assert columns.keys() == expected
+
+
+# NeMo Gym.
+
+
+def test_gym_accepts_its_settings(tmp_path: Path) -> None:
+    python, folder = gym.gym_python(), gym.gym_folder(tmp_path)
+    config = str(FOLDER / "nemo_gym.yaml")
+    program = str(python.with_name("gym"))
+    done = gym.run(python, folder, program, "env", "validate", "--config", config)
+    assert "Config is valid" in done.stdout, done.stdout + done.stderr
+
+
+# verl.
+
+
+def leaves(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting that is no section."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_verl_loads_the_reward_function(
+    server: str, scorer: RewardScorer, modules: StandIns, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = package("verl==0.9.1")
+    known = OmegaConf.load(folder / "verl/trainer/config/_generated_ppo_trainer.yaml")
+    overrides = [
+        argument.partition("=")
+        for argument in arguments_of("verl_grpo.sh", tmp_path, "python3")
+        if "=" in argument
+    ]
+    keys = {key for key, _, _ in overrides if key[0] != "+"}
+    assert keys <= {*leaves(OmegaConf.to_container(known))}
+    config = OmegaConf.merge(
+        known, OmegaConf.from_dotlist([f"{key.lstrip('+')}={value}" for key, _, value in overrides])
+    )
+    modules.add("verl", DataProto=object, __path__=[str(folder / "verl")])
+    modules.add("verl.utils.reward_score", get_default_compute_score=None)
+    modules.load("verl.utils.import_utils", folder / "verl/utils/import_utils.py")
+    reward = modules.load("verl.trainer.ppo.reward", folder / "verl/trainer/ppo/reward.py")
+    monkeypatch.setenv("REWARD_URL", server)
+    compute_score = reward.get_custom_reward_fn(config)
+    given = {"data_source": "chat", "ground_truth": ""}
+    prompt = np.array(CHAT[:1], dtype=object)
+    answers = [
+        asyncio.run(compute_score(solution_str=text, extra_info={"prompt": prompt}, **given))
+        for text in ("A rose.", "yes <|im_end|>")
+    ]
+    ((helpfulness, verbosity),) = score_all(scorer, [CHAT])
+    expected = {"helpfulness": helpfulness, "verbosity": verbosity}
+    assert answers[0] == pytest.approx({"score": helpfulness + verbosity, **expected}, abs=1e-5)
+    assert answers[1] == {"score": -5.0, "helpfulness": -5.0, "verbosity": -5.0}
+
+
+# OpenRLHF and slime.
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "name"),
+    [("0.11.2", {}, "reward.remote_url"), ("0.9.10", {"OLD_FLAGS": "1"}, "remote_rm_url")],
+)
+def test_openrlhf_parses_the_flags(
+    version: str, variables: dict[str, str], name: str, tmp_path: Path
+) -> None:
+    (path,) = package(f"openrlhf=={version}").rglob("openrlhf/cli/train_ppo_ray.py")
+    main = next(node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If))
+    end = next(place for place, node in enumerate(main.body) if "parse_args" in ast.unparse(node))
+    names: dict[str, Any] = {"argparse": argparse, "datetime": datetime}
+    exec(compile(ast.Module(main.body[:end], []), str(path), "exec"), names)
+    given = arguments_of("openrlhf_grpo.sh", tmp_path, "python3", **variables)
+    assert given[:2] == ["-m", "openrlhf.cli.train_ppo_ray"]
+    parsed = vars(names["parser"].parse_args(given[2:]))
+    assert parsed[name] == f"{SERVER}/get_reward"
+
+
+def test_slime_knows_the_flags_and_gets_the_reward(
+    server: str, scorer: RewardScorer, modules: StandIns, tmp_path: Path
+) -> None:
+    slime = checkout("slime")
+    shutil.copytree(slime / "scripts/models", tmp_path / "scripts/models")
+    given = arguments_of("slime_grpo.sh", tmp_path, "ray")
+    flags = {word[2:] for word in given[given.index("train.py") :] if word.startswith("--")}
+    calls = [
+        node
+        for node in ast.walk(ast.parse((slime / "slime/utils/arguments.py").read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    words = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
+    known = {word[2:] for word in words if isinstance(word, str) and word.startswith("--")}
+    assert flags - known <= MEGATRON_FLAGS
+    url = given[given.index("--rm-url") + 1]
+    for name, members in SLIME_MODULES.items():
+        modules.add(name, **dict.fromkeys(members, object))
+    hub = modules.load("slime.rollout.rm_hub", slime / "slime/rollout/rm_hub/__init__.py")
+    sample = SimpleNamespace(prompt=CHAT[:1], response="A rose.", label=None)
+    args = SimpleNamespace(rm_url=url.replace(SERVER, server))
+
+    async def ask() -> float:
+        try:
+            return await hub.remote_rm(args, sample, max_retries=1)
+        finally:
+            await hub._get_shared_session().close()
+
+    np.testing.assert_allclose(asyncio.run(ask()), score_all(scorer, [CHAT]).sum(), **CLOSE)

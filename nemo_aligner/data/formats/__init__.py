@@ -9,8 +9,9 @@
 
 To add a format, define it in one of these modules and list it in ``FORMATS``. ``choose_format``
 takes the first format that recognizes a record of the file, or the format that
-``model.data.format`` names. ``parse_lines`` makes records of lines. A record without a key that its
-format needs is malformed, and ``clean.py`` decides what happens to it.
+``model.data.format`` names, which may be ``package.module:NAME`` of a user's code. ``parse_lines``
+makes records of lines. A record without a key that its format needs is malformed, and ``clean.py``
+decides what happens to it.
 
 Rules that all formats share:
 
@@ -83,8 +84,10 @@ from nemo_aligner.data.formats.verdicts import (
     WEBGPT,
 )
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
+from nemo_aligner.utils.dotted import import_dotted, source_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
 
+_KEY = "model.data.format"
 _BAD_LINES_SHOWN = 3
 # The most common formats. An error about an unknown record lists the keys of these formats.
 _COMMON = ("chat_pairs", "rated_chat")
@@ -154,6 +157,8 @@ def choose_format(
     if pair_keys is not None:
         return _choose_pairs(pair_keys, fmt, kind)
     fitting = [candidate for candidate in FORMATS.values() if kind in (None, candidate.kind)]
+    if ":" in fmt:
+        return _choose_custom(fmt, kind)
     if fmt != "auto":
         named = [
             candidate for candidate in NAMED_FORMATS.values() if kind in (None, candidate.kind)
@@ -161,7 +166,9 @@ def choose_format(
         by_name = {candidate.name: candidate for candidate in (*fitting, *named)}
         if fmt not in by_name:
             names = ", ".join(by_name)
-            raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
+            raise ConfigError(
+                f"{_KEY}: got {fmt!r}, wanted auto, one of {names}, or package.module:NAME"
+            )
         return by_name[fmt]
     # Try all records, because the first one may be malformed.
     first = None
@@ -185,14 +192,53 @@ def format_named(name: str, pair_keys: PairKeys | None) -> Format:
     Worker processes get the name of the format that ``choose_format`` chose, and call this
     function, because a ``Format`` has functions that cannot be pickled.
     """
+    if ":" in name:
+        return _import_format(name)
     return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
+
+
+def custom_format_source(name: str) -> dict[str, str]:
+    """Return ``{"format_source": digest}`` of a user's code; empty for a format of this package.
+
+    Token caches that an earlier version of the code made are then made again.
+    """
+    if ":" not in name:
+        return {}
+    _import_format(name)
+    return {"format_source": source_digest(name)}
+
+
+def _choose_custom(name: str, kind: RecordKind | None) -> Format:
+    """Return the format of a user's code; ConfigError if its records are not of this ``kind``."""
+    custom = _import_format(name)
+    if kind not in (None, custom.kind):
+        needs = "regression" if custom.kind is RecordKind.rating else "binary_ranking"
+        raise ConfigError(
+            f"{_KEY}: {name} reads records of the kind {custom.kind.value}, which are for "
+            f"model.reward_model_type={needs}"
+        )
+    return custom
+
+
+def _import_format(name: str) -> Format:
+    """Import the ``Format`` that ``package.module:NAME`` names.
+
+    The name replaces the format's own, so that worker processes can import it, too.
+    """
+    custom = import_dotted(name, _KEY, "wanted package.module:NAME of a format")
+    if not isinstance(custom, Format):
+        raise ConfigError(
+            f"{_KEY}: {name}: got {type(custom).__name__}, wanted a Format "
+            "(nemo_aligner.data.formats.base)"
+        )
+    return replace(custom, name=name)
 
 
 def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
-            f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, because "
+            f"{_KEY}: got {fmt!r}, wanted auto or {by_keys.name}, because "
             "model.data.prompt_key, chosen_key and rejected_key apply only to that format"
         )
     if kind not in (None, by_keys.kind):

@@ -4,10 +4,11 @@
 computes verdicts and figures with the functions of the benchmark's ``Task``.
 
 - ``base``: the class ``Task``, which every benchmark is an instance of, and shared functions.
-- ``pair_sets``: pairs of a right and a wrong reply: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH
-  and RM-Bench.
+- ``pair_sets``: pairs of a right and a wrong reply: PPE's preferences, fc-reward-bench, JudgeBench,
+  LLMBar, Auto-J, HumanEvalPack, HHH and RM-Bench.
 - ``rewardbench``: RewardBench and RewardBench 2, including its score for ties.
-- ``best_of_n``: several replies to a prompt: best of n, and PPE's correctness sets.
+- ``best_of_n``: several replies to a prompt: best of n, PPE's correctness sets, RMB and
+  IF-RewardBench.
 - ``step_sets``: verdicts on the steps of solutions: ProcessBench and PRMBench.
 
 To add a benchmark, define a ``Task`` in a file here, add it to ``TASKS``, and add its row to
@@ -18,13 +19,20 @@ from __future__ import annotations
 
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.evaluation.tasks.base import Task
-from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N, PPE_CORRECTNESS
+from nemo_aligner.evaluation.tasks.best_of_n import (
+    BEST_OF_N,
+    IF_REWARDBENCH,
+    PPE_CORRECTNESS,
+    RMB,
+)
 from nemo_aligner.evaluation.tasks.pair_sets import (
     AUTOJ,
+    FC_REWARDBENCH,
     HHH,
     HUMANEVALPACK,
     JUDGEBENCH,
     LLMBAR,
+    PPE_PREFERENCE,
     RM_BENCH,
 )
 from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH, REWARDBENCH2
@@ -46,6 +54,10 @@ TASKS = {
         BEST_OF_N,
         PROCESSBENCH,
         PRMBENCH,
+        PPE_PREFERENCE,
+        RMB,
+        FC_REWARDBENCH,
+        IF_REWARDBENCH,
     )
 }
 

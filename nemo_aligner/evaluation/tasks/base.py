@@ -100,11 +100,12 @@ def read_labelled_item(
     orders: Mapping[Any, tuple[str, str] | None],
     name: str = "",
     subset: str = "",
+    label_key: str = "label",
 ) -> Item | None:
     """Read an item of two replies and a label that says which of them is right.
 
     Args:
-        value: object of the file, with the key ``label``.
+        value: object of the file, with the key ``label_key``.
         prompt_key: key of the prompt.
         orders: maps each label to the keys of the two replies, the right one's first; or to None if
             humans judged them a tie, so that no reply is right.
@@ -117,12 +118,12 @@ def read_labelled_item(
     Raises:
         DataError: the label is not one of ``orders``, or a reply is not valid.
     """
-    label = value["label"]
+    label = value[label_key]
     # Search a list, because the label may be any JSON value, even one that cannot be hashed.
     if label not in [*orders]:
         *first_labels, last_label = map(str, orders)
         raise DataError(
-            f"label: got {label!r:.60}, wanted {', '.join(first_labels)} or {last_label}"
+            f"{label_key}: got {label!r:.60}, wanted {', '.join(first_labels)} or {last_label}"
         )
     sides = orders[label]
     if sides is None:

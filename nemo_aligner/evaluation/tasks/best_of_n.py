@@ -1,4 +1,4 @@
-"""Benchmarks of several replies to a prompt: best of n, and PPE's correctness sets."""
+"""Benchmarks of several replies to a prompt: best of n, PPE's correctness, RMB, IF-RewardBench."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from nemo_aligner.evaluation.tasks.base import (
     Task,
     TaskRow,
     build_conversation,
+    build_share_row,
     group_by_subset,
+    mean_of,
 )
 from nemo_aligner.metrics.ranking import bootstrap_interval
 from nemo_aligner.utils.errors import DataError
@@ -266,5 +268,163 @@ PPE_CORRECTNESS = Task(
         "response_3": "Four.",
         "response_4": "Six.",
         "sampled_conflict_pairs": [[0, 1], [2, 3]],
+    },
+)
+
+
+# RMB (Zhou et al. 2024, arXiv 2410.09893): pairs, and best-of-n lists of a winner and its losers.
+#
+# A list counts as right if the winner has a higher reward than every loser. The figure of each of
+# the four sets is the share over all its items, and the overall figure is the mean of the four
+# (Zhou-Zoey/RMB-Reward-Model-Benchmark, eval/scripts/my_run_rm.py; RM-R1-UIUC/RM-R1,
+# run_rm_bestofn.py and process_final_result.py, for the lists).
+
+_RMB_SETS = tuple(
+    f"{kind}_set/{goal}" for kind in ("BoN", "Pairwise") for goal in ("Helpfulness", "Harmlessness")
+)
+
+
+def _read_rmb(value: dict[str, Any]) -> Item:
+    is_pair = "pair_uid" in value
+    best, losers = ("chosen", [value["reject"]]) if is_pair else ("bon_best", value["loser_list"])
+    if not isinstance(losers, list) or not losers:
+        raise DataError(f"loser_list: got {losers!r:.60}, wanted a list of replies")
+    prompt = _select_turns(value["conversation_input"])
+    texts = tuple(
+        build_conversation(prompt, _read_answer(reply), "answer")
+        for reply in (value[best], *losers)
+    )
+    name = value["pair_uid"] if is_pair else value["bon_uid"]
+    return Item(str(name), str(value["category_path"]), texts)
+
+
+def _select_turns(turns: Any) -> list[dict[str, Any]]:
+    """Select role and content of the messages of a prompt, which also name their language."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"conversation_input: got {turns!r:.60}, wanted a list of messages")
+    return [{key: turn[key] for key in ("role", "content")} for turn in turns]
+
+
+def _read_answer(reply: Any) -> Any:
+    if not isinstance(reply, dict) or "answer" not in reply:
+        raise DataError(f"got the reply {reply!r:.60}, wanted an object with 'answer'")
+    return reply["answer"]
+
+
+def _judge_rmb(item: Item, rewards: np.ndarray) -> float:
+    return float(rewards[0] > rewards[1:].max())
+
+
+def _summarise_rmb(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    subsets = group_by_subset(predictions)
+    rows = [build_share_row(Level.subset, name, members) for name, members in subsets.items()]
+    sections = []
+    for name in _RMB_SETS:
+        members = [
+            prediction
+            for prediction in predictions
+            if prediction.item.source.startswith(f"{name}/")
+        ]
+        if members:
+            sections.append(build_share_row(Level.section, name, members))
+    rows += sections
+    if len(sections) == len(_RMB_SETS):
+        rows.append(TaskRow(Level.overall, "RMB", mean_of(sections)))
+    return rows
+
+
+RMB = Task(
+    name="rmb",
+    file="Zhou-Zoey/RMB-Reward-Model-Benchmark, the files of RMB_dataset in one",
+    read=_read_rmb,
+    judge=_judge_rmb,
+    summarise=_summarise_rmb,
+    sample={
+        "bon_uid": "1",
+        "category_path": "BoN_set/Helpfulness/Chat/Discussion",
+        "conversation_input": [{"role": "user", "content": "2+2?", "language": "English"}],
+        "bon_best": {"llm_name": "a", "answer": "4"},
+        "loser_list": [{"llm_name": "b", "answer": "3"}, {"llm_name": "c", "answer": "2"}],
+    },
+)
+
+
+# IF-RewardBench (Wen et al. 2026, arXiv 2603.04738): replies with a graph of preferences.
+#
+# Kendall's tau-b of an item compares its rewards with the preferences of the graph, in which there
+# are no ties: (C - D) / sqrt((C + D) (C + D + T)) for C pairs in order, D in the wrong order, and T
+# with equal rewards. The figure of each type of instruction is the mean over its items; the overall
+# figure is the mean over the three types (thu-coai/IF-RewardBench, metrics/
+# analysis_constraint_assessment.py, ``calculate_pairwise_metrics``).
+
+_INSTRUCTION_TYPES = ("Single_Turn", "Multi_Turn", "System_Prompt")
+
+
+def _read_if_rewardbench(value: dict[str, Any]) -> Item:
+    replies, graph = value["responses"], value["preference_graph"]
+    if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
+        raise DataError(f"responses: got {replies!r:.60}, wanted a list of objects")
+    texts = tuple(
+        build_conversation(value["messages"], reply["response"], "responses") for reply in replies
+    )
+    places = {reply.get("response_id", place): place for place, reply in enumerate(replies)}
+    try:
+        pairs = {
+            (places[edge["chosen"]["response_id"]], places[edge["rejected"]["response_id"]]): None
+            for edge in graph
+        }
+    except (TypeError, KeyError) as error:
+        raise DataError(
+            f"preference_graph: got {graph!r:.60}, wanted a list of objects whose 'chosen' and "
+            "'rejected' have the 'response_id' of a reply"
+        ) from error
+    if not pairs:
+        raise DataError("preference_graph: it is empty, wanted one or more pairs of replies")
+    name, kind = str(value["id"]), str(value["instruction_type"])
+    return Item(name, kind, texts, num_right=0, pairs=tuple(pairs))
+
+
+def kendall_tau(item: Item, rewards: np.ndarray) -> float:
+    """Compute Kendall's tau-b of ``rewards [K]`` and the preferences between an item's samples."""
+    better, worse = np.array(item.pairs).T
+    signs = np.sign(rewards[better] - rewards[worse])
+    ordered = np.count_nonzero(signs)
+    return float(signs.sum() / max(1.0, math.sqrt(ordered * len(signs))))
+
+
+def _summarise_if_rewardbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    taus: list[TaskRow] = []
+    accuracies: list[TaskRow] = []
+    for name, members in group_by_subset(predictions).items():
+        values = [kendall_tau(member.item, member.rewards) for member in members]
+        taus.append(_mean_row(f"{name}, Kendall's tau", np.array(values)))
+        shares = [member.right for member in members]
+        accuracies.append(_mean_row(f"{name}, accuracy", np.array(shares)))
+    rows = [*taus, *accuracies]
+    if {prediction.item.source for prediction in predictions} == {*_INSTRUCTION_TYPES}:
+        rows.append(TaskRow(Level.section, "accuracy", mean_of(accuracies)))
+        rows.append(TaskRow(Level.overall, "Kendall's tau", mean_of(taus)))
+    return rows
+
+
+IF_REWARDBENCH = Task(
+    name="if_rewardbench",
+    file="thu-coai/IF-RewardBench, data/if_rewardbench.json",
+    read=_read_if_rewardbench,
+    judge=_judge_ppe,
+    summarise=_summarise_if_rewardbench,
+    sample={
+        "id": 1,
+        "instruction_type": "Single_Turn",
+        "messages": [{"role": "user", "content": "Two digits, no 5."}],
+        "responses": [
+            {"response_id": 0, "response": "15"},
+            {"response_id": 1, "response": "44"},
+            {"response_id": 2, "response": "5"},
+        ],
+        "preference_graph": [
+            {"chosen": {"response_id": 1}, "rejected": {"response_id": 0}},
+            {"chosen": {"response_id": 0}, "rejected": {"response_id": 2}},
+        ],
     },
 )

@@ -1,16 +1,17 @@
-"""Benchmarks of pairs: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH and RM-Bench.
+"""Benchmarks of pairs: PPE's preferences, tool calls, JudgeBench, LLMBar, RM-Bench and others.
 
 Each has a function that reads an object of its file, and a ``Task`` at the end of its section.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from nemo_aligner.data.formats.base import read_string
+from nemo_aligner.data.formats.base import read_conversation, read_string
 from nemo_aligner.data.formats.pairs import turns_of
 from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
@@ -278,5 +279,126 @@ RM_BENCH = Task(
         "prompt": "2+2?",
         "chosen": ["4", "It is 4.", "It is **4**."],
         "rejected": ["5", "It is 5.", "It is **5**."],
+    },
+)
+
+
+# PPE's human preferences (Frick et al. 2024, arXiv 2410.14872): votes of Chatbot Arena.
+#
+# Ties (``tie``, ``tie (bothbad)``) have no better reply and are dropped.
+
+_ENGLISH, _OTHER_LANGUAGES = "English", "other languages"
+_PPE_WINNERS = {
+    "model_a": ("response_1", "response_2"),
+    "model_b": ("response_2", "response_1"),
+    "tie": None,
+    "tie (bothbad)": None,
+}
+
+
+def _read_ppe_preference(value: dict[str, Any]) -> Item | None:
+    is_english = str(value.get("language", _ENGLISH)) == _ENGLISH
+    return read_labelled_item(
+        value,
+        "prompt",
+        _PPE_WINNERS,
+        str(value["question_id"]),
+        _ENGLISH if is_english else _OTHER_LANGUAGES,
+        label_key="winner",
+    )
+
+
+PPE_PREFERENCE = Task(
+    name="ppe_preference",
+    file="lmarena-ai/PPE-Human-Preference-V1, split test",
+    read=_read_ppe_preference,
+    judge=first_is_above,
+    summarise=build_pair_rows,
+    sample={
+        "question_id": "1",
+        "winner": "model_b",
+        "prompt": "2+2?",
+        "response_1": "5",
+        "response_2": "4",
+        "language": "English",
+    },
+)
+
+
+# fc-reward-bench (Agarwal et al. 2025, arXiv 2509.11963): a right and a wrong call of functions.
+#
+# Both outputs are lists of calls. They become an assistant's ``tool_calls``, which the chat
+# template renders. An output that is no such list (error type "Parsing error") is scored as text.
+
+
+def _read_fc_rewardbench(value: dict[str, Any]) -> Item:
+    tools = [_wrap_tool(tool) for tool in _parse_list(value["tools"], "tools")]
+    prompt = {"messages": _parse_list(value["conversation"], "conversation"), "tools": tools}
+    samples = tuple(
+        read_conversation(prompt, [_build_turn(value[key])], key, "conversation")
+        for key in ("chosen_output", "rejected_output")
+    )
+    return Item(str(value["test_id"]), str(value["error_type"]), samples, is_code=True)
+
+
+def _parse_list(value: Any, key: str) -> list[Any]:
+    """Return a list, or parse a string with its JSON; DataError for anything else."""
+    parsed = _parse_json(value)
+    if not isinstance(parsed, list) or not all(isinstance(entry, dict) for entry in parsed):
+        raise DataError(f"{key}: got {value!r:.60}, wanted a list of objects")
+    return parsed
+
+
+def _parse_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
+
+
+def _wrap_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _build_turn(output: Any) -> dict[str, Any]:
+    """Build the assistant's turn of an output: its calls, or the output as text."""
+    parsed = _parse_json(output)
+    calls = [_read_call(call) for call in parsed] if isinstance(parsed, list) else []
+    functions = [call for call in calls if call is not None]
+    if not functions or len(functions) < len(calls):
+        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+        return {"role": "assistant", "content": text}
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": None, "tool_calls": tool_calls}
+
+
+def _read_call(call: Any) -> dict[str, Any] | None:
+    """Read a call as ``name`` and ``arguments``; None if it is not a call.
+
+    It is written so, as OpenAI's ``function``, or as BFCL does: ``{NAME: ARGUMENTS}``.
+    """
+    call = call.get("function", call) if isinstance(call, dict) else {}
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        arguments = call.get("arguments", call.get("parameters", {}))
+        return {"name": call["name"], "arguments": arguments}
+    if not isinstance(call, dict) or len(call) != 1:
+        return None
+    ((name, arguments),) = call.items()
+    return {"name": name, "arguments": arguments} if isinstance(arguments, dict) else None
+
+
+FC_REWARDBENCH = Task(
+    name="fc_rewardbench",
+    file="ibm-research/fc-reward-bench",
+    read=_read_fc_rewardbench,
+    judge=first_is_above,
+    summarise=build_pair_rows,
+    sample={
+        "test_id": "simple_1",
+        "error_type": "Parameter value error",
+        "tools": [{"name": "add", "description": "Add.", "parameters": {"type": "dict"}}],
+        "conversation": [{"role": "user", "content": "2+2?"}],
+        "chosen_output": [{"add": {"a": 2, "b": 2}}],
+        "rejected_output": [{"add": {"a": 2, "b": 3}}],
     },
 )

@@ -89,3 +89,87 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
     }
     last = report.rows[2]
     assert (last.low, last.high) == (1, 5)
+
+
+def digits(number: int, count: int) -> list[int]:
+    """The rewards of an item's replies, with many equal ones."""
+    return [(number * 7 + place * place * 3 + number * place) % 5 for place in range(count)]
+
+
+def if_record(number: int) -> dict[str, Any]:
+    """Build a record as IF-RewardBench publishes it; the reward of a reply is the reply itself."""
+    count = 3 + number % 3
+    edges = [(a, b) for a in range(count) for b in range(count) if (a * 2 + number) % 5 > b + 1]
+    return {
+        "id": number,
+        "instruction_type": ("Single_Turn", "Multi_Turn", "System_Prompt")[number % 3],
+        "messages": [{"role": "user", "content": "?"}],
+        "checklist": [],
+        "responses": [
+            {"response_id": place, "response": str(digit)}
+            for place, digit in enumerate(digits(number, count))
+        ],
+        "preference_graph": [
+            {"chosen": {"response_id": a}, "rejected": {"response_id": b}}
+            for a, b in edges or [(0, 1)]
+        ],
+    }
+
+
+IF_FIGURES = {
+    "Multi_Turn, Kendall's tau": 0.0223140985,
+    "Multi_Turn, accuracy": 0.2705882353,
+    "Single_Turn, Kendall's tau": 0.1429851053,
+    "Single_Turn, accuracy": 0.3107843137,
+    "System_Prompt, Kendall's tau": 0.1383617176,
+    "System_Prompt, accuracy": 0.3541666667,
+    "accuracy": 0.3118464052,
+    "Kendall's tau": 0.1012203072,
+}
+
+
+def test_if_rewardbench_has_the_figures_of_its_script_on_50_items(tmp_path: Path) -> None:
+    """The figures are those of both scripts in ``metrics/``, with the digits as scores.
+
+    They were computed by ``calculate_pairwise_metrics`` and ``calculate_metric_stats`` of
+    thu-coai/IF-RewardBench (8840f9c).
+    """
+    records = [if_record(number) for number in range(50)]
+    path = write(tmp_path / "i.jsonl", records)
+    report = run_task(TASKS["if_rewardbench"], path, source_of(by_number))
+    assert report.metrics == pytest.approx(IF_FIGURES)
+    assert report.accuracy == report.metrics["Kendall's tau"]
+    assert len(report.predictions.rows) == 50
+
+
+def rmb_record(number: int) -> dict[str, Any]:
+    """Build a pair or a list of RMB; the reward of a reply is the reply itself."""
+    best, *others = ({"llm_name": "m", "answer": str(digit)} for digit in digits(number, 4))
+    goal = ("Helpfulness/Chat/Discussion", "Harmlessness/S1")[number // 2 % 2]
+    turn = {"role": "user", "content": "?", "language": "English"}
+    if number % 2:
+        pair = {"pair_uid": str(number), "chosen": best, "reject": others[0]}
+        return {**pair, "conversation_input": [turn], "category_path": f"Pairwise_set/{goal}"}
+    listed = {"bon_uid": str(number), "bon_best": best, "loser_list": others[: 2 + number % 3 // 2]}
+    return {**listed, "conversation_input": [turn], "category_path": f"BoN_set/{goal}"}
+
+
+def test_rmb_has_the_figures_of_its_scripts_on_50_items(tmp_path: Path) -> None:
+    """A pair is right if ``chosen > rejected``, a list if all its pairs are; ties are wrong."""
+    records = [rmb_record(number) for number in range(50)]
+    report = run_task(TASKS["rmb"], write(tmp_path / "r.jsonl", records), source_of(by_number))
+    verdicts: dict[str, list[bool]] = {}
+    for record in records:
+        best, others = (
+            (record["chosen"], [record["reject"]])
+            if "reject" in record
+            else (record["bon_best"], record["loser_list"])
+        )
+        results = [int(best["answer"]) > int(other["answer"]) for other in others]
+        name = "/".join(record["category_path"].split("/")[:2])
+        verdicts.setdefault(name, []).append(all(results))
+    shares = {name: np.mean(results) for name, results in verdicts.items()}
+    assert {name: report.metrics[name] for name in shares} == pytest.approx(shares)
+    assert report.metrics["BoN_set/Harmlessness/S1"] == report.metrics["BoN_set/Harmlessness"]
+    assert report.accuracy == pytest.approx(np.mean([*shares.values()]))
+    assert 0.2 < report.accuracy < 0.6

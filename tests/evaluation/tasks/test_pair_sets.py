@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.messages import Text, messages_of
 from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
@@ -75,3 +78,75 @@ def test_rm_bench_equals_its_own_rule_with_unequal_halves_of_safety() -> None:
         rows = {row.name: row.value for row in task.summarise(judged)}
         expected = official_rm_bench(items)
         assert {name: rows[name] for name in expected} == pytest.approx(expected)
+
+
+def test_ppe_preference_counts_votes_without_ties_on_50_items(tmp_path: Path) -> None:
+    """A vote is right if the winner's response has the higher reward; ties are dropped.
+
+    Copies of PPE's code for human_preference_v1 also keep only rows whose winner is model_a or
+    model_b.
+    """
+    winners = ("model_a", "model_b", "tie", "tie (bothbad)", "model_b")
+    records = [
+        {
+            "question_id": str(n), "winner": winners[n % 5], "prompt": "?",
+            "response_1": str(n % 3), "response_2": str(n * 5 % 4),
+            "language": ("English", "German", "Russian")[n % 3],
+        }
+        for n in range(50)
+    ]  # fmt: skip
+    task = TASKS["ppe_preference"]
+    report = run_task(task, write(tmp_path / "p.jsonl", records), source_of(by_number))
+    votes = [record for record in records if "tie" not in record["winner"]]
+    right = [
+        int(vote["response_1"]) > int(vote["response_2"])
+        if vote["winner"] == "model_a"
+        else int(vote["response_2"]) > int(vote["response_1"])
+        for vote in votes
+    ]
+    assert [bool(row.right) for row in report.predictions.rows] == right
+    assert report.accuracy == pytest.approx(sum(right) / 30)
+    assert report.counts == {"kept": 30, "without a verdict": 20}
+    english = [
+        right for right, vote in zip(right, votes, strict=True) if vote["language"][0] == "E"
+    ]
+    assert report.metrics["English"] == pytest.approx(np.mean(english))
+
+
+def by_sum(texts: Sequence[Text]) -> np.ndarray:
+    """Score a call by the sum of its arguments, and text by 2.5."""
+    rewards = []
+    for text in texts:
+        turn = messages_of(text)[-1]
+        calls = turn.get("tool_calls", [])
+        rewards.append(sum(sum(call["function"]["arguments"].values()) for call in calls) or 2.5)
+    return np.array(rewards, dtype=float)[:, None]
+
+
+def test_fc_rewardbench_scores_calls_as_calls_on_50_items(tmp_path: Path) -> None:
+    """Outputs as BFCL writes them, as OpenAI does, as JSON; one that is no call is text."""
+    shapes: list[Callable[[int], Any]] = [
+        lambda a: [{"add": {"a": a}}],
+        lambda a: [{"name": "add", "arguments": {"a": a}}],
+        lambda a: json.dumps([{"add": {"a": a}}]),
+        lambda a: [{"type": "function", "function": {"name": "add", "arguments": {"a": a}}}],
+        lambda a: f"add(a={a}",
+    ]
+    sample = TASKS["fc_rewardbench"].sample
+    tools = [{"name": "add", "description": "Add.", "parameters": {"type": "dict"}}]
+    records, right = [], []
+    for n in range(50):
+        chosen, rejected = 1 + n % 4, 1 + n * 3 % 5
+        shape = shapes[n % 5]
+        outputs = {"chosen_output": shapes[n % 4](chosen), "rejected_output": shape(rejected)}
+        kinds = {"error_type": "Parsing error" if n % 5 == 4 else "Parameter value error"}
+        records.append({**sample, "test_id": str(n), **outputs, **kinds})
+        records[-1]["tools"] = json.dumps(tools) if n % 2 else tools
+        right.append(chosen > (2.5 if n % 5 == 4 else rejected))
+    path = write(tmp_path / "f.jsonl", records)
+    report = run_task(TASKS["fc_rewardbench"], path, source_of(by_sum))
+    assert [bool(row.right) for row in report.predictions.rows] == right
+    assert report.accuracy == pytest.approx(np.mean(right))
+    (text,) = {str(row.item.texts[0].tools) for row in report.predictions.rows}  # type: ignore[union-attr]
+    assert text == str([{"type": "function", "function": tools[0]}])
+    assert {row.name for row in report.rows} == {"Parsing error", "Parameter value error", "all"}

@@ -144,17 +144,27 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
 HELPSTEER = {"help": 3.1, "correct": 2.9, "coherent": 3.3, "complex": 1.7, "verbose": 1.9}
 
 
-@pytest.mark.parametrize(
-    ("attributes", "weights", "threshold"),
-    [
-        ({"reward": 1.5}, (1.0,), None),
-        ({"reward": 1.5}, (1.0,), 1.0),
-        ({"help": 2.5, "verbose": 0.7}, (1.0, 1.0), None),
-        ({"help": 2.5, "verbose": 0.7}, (1.0, 0.0), None),
-        (HELPSTEER, (0.65, 0.8, 0.45, 0.55, -0.4), None),
-        ({"help": 1000.1, "verbose": 1000.0}, (1.0, -1.0), None),
-    ],
-)
+COMPONENT_CASES: list[tuple[dict[str, float], tuple[float, ...], float | None]] = [
+    ({"reward": 1.5}, (1.0,), None),
+    ({"reward": 1.5}, (1.0,), 1.0),
+    ({"help": 2.5, "verbose": 0.7}, (1.0, 1.0), None),
+    ({"help": 2.5, "verbose": 0.7}, (1.0, 0.0), None),
+    (HELPSTEER, (0.65, 0.8, 0.45, 0.55, -0.4), None),
+    ({"help": 1000.1, "verbose": 1000.0}, (1.0, -1.0), None),
+]
+
+
+def answer_with(
+    attributes: dict[str, float], weights: tuple[float, ...], threshold: float | None
+) -> Any:
+    """The answer of ``/verify`` to a rollout whose reply has these attributes."""
+    served = Served("reward_model", tuple(attributes), weights, threshold)
+    rewards = np.array([[*attributes.values()]], dtype=np.float32)
+    request = parsed(GYM, rollout("a", said("b")))
+    return GYM.answer(request, replace(scored([0.0]), rewards=rewards), served)
+
+
+@pytest.mark.parametrize(("attributes", "weights", "threshold"), COMPONENT_CASES)
 def test_gym_components_add_up_to_the_reward(
     attributes: dict[str, float], weights: tuple[float, ...], threshold: float | None
 ) -> None:

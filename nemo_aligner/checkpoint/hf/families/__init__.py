@@ -15,7 +15,7 @@
 
 The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
 a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
-to ``_BUILT_IN``; another package calls ``register_family``.
+to ``_BUILT_IN``; another package calls ``register_family`` (see ``custom_families``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_aligner.checkpoint.custom_families import (
+    VARIABLE,
+    announce_family,
+    load_families,
+    unreachable_families,
+)
 from nemo_aligner.checkpoint.hf.families.apertus import APERTUS
 from nemo_aligner.checkpoint.hf.families.base import (
     GgufFormat,
@@ -123,7 +129,10 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family that another package defines; it is known until this process ends.
+    """Add a family that another package defines; processes that this one starts know it, too.
+
+    Assign the family to a name at the top level of a module, because other processes import it by
+    that name; the main script is no such module.
 
     If the NeMo configs of the family also fit another family, ``family.to_nemo`` must write the
     family's name under ``NAME_KEY``. Otherwise an export would use the other family.
@@ -131,6 +140,13 @@ def register_family(family: ModelFamily) -> None:
     Raises:
         ConfigError: another family has the same name, or the same architecture in GGUF files.
     """
+    _add_family(family)
+    announce_family(family)
+
+
+def _add_family(family: ModelFamily) -> None:
+    if _FAMILIES.get(family.name) is family:
+        return
     names = {existing.gguf.architecture for existing in _FAMILIES.values() if existing.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
@@ -138,6 +154,22 @@ def register_family(family: ModelFamily) -> None:
             "GGUF files. Choose another name"
         )
     _FAMILIES[family.name] = family
+
+
+def _known_families() -> dict[str, ModelFamily]:
+    """Return all families by name, with those that ``NEMO_ALIGNER_FAMILIES`` names.
+
+    Raises:
+        ConfigError: the variable names something else.
+    """
+    for family in load_families():
+        if not isinstance(family, ModelFamily):
+            raise ConfigError(
+                f"{VARIABLE}: got {type(family).__name__}, wanted package.module:NAME of a "
+                "ModelFamily (nemo_aligner.checkpoint.hf.families.base)"
+            )
+        _add_family(family)
+    return _FAMILIES
 
 
 def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
@@ -150,9 +182,15 @@ def find_family(model_type: Any, config: Config | None = None) -> ModelFamily:
         CheckpointError: there is no such family. The message tells why, and names families with
             similar settings.
     """
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise unsupported_model(model_type, config or {}, _FAMILIES)
-    return _FAMILIES[model_type]
+    by_name = _known_families()
+    if model_type in unreachable_families() and model_type not in by_name:
+        raise CheckpointError(
+            f"model_type {model_type}: its family was registered by a script whose code other "
+            "processes cannot import. Define it in a module, and register it from there"
+        )
+    if not isinstance(model_type, str) or model_type not in by_name:
+        raise unsupported_model(model_type, config or {}, by_name)
+    return by_name[model_type]
 
 
 def check_gguf_architecture(architecture: Any) -> None:
@@ -161,7 +199,7 @@ def check_gguf_architecture(architecture: Any) -> None:
     Args:
         architecture: value of the field ``general.architecture`` of a GGUF file.
     """
-    formats = [family.gguf for family in _FAMILIES.values() if family.gguf]
+    formats = [family.gguf for family in _known_families().values() if family.gguf]
     architectures = dict.fromkeys(gguf.architecture for gguf in formats)
     if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(
@@ -202,15 +240,15 @@ def family_of(config: Config) -> ModelFamily:
         CheckpointError: the decoder fits no family; the message says how it differs from Llama's.
     """
     shape, name = ModelShape.from_config(config), config.get(NAME_KEY)
-    if name is not None and name not in tuple(_FAMILIES):
+    by_name = _known_families()
+    if name is not None and name not in tuple(by_name):
         raise CheckpointError(
-            f"model_config.yaml: {NAME_KEY}: got {shown(name)}, "
-            f"wanted one of: {', '.join(_FAMILIES)}"
+            f"model_config.yaml: {NAME_KEY}: got {shown(name)}, wanted one of: {', '.join(by_name)}"
         )
-    for family in _FAMILIES.values() if name is None else (_FAMILIES[name],):
+    for family in by_name.values() if name is None else (by_name[name],):
         if family.has(shape):
             return family
-    families = f"any family: {', '.join(_FAMILIES)}" if name is None else f"the family {name}"
+    families = f"any family: {', '.join(by_name)}" if name is None else f"the family {name}"
     raise CheckpointError(
         f"model_config.yaml: got a decoder with {describe_differences_from_llama(shape)}, which "
         f"does not belong to {families}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.custom_families import VARIABLE
 from nemo_aligner.checkpoint.hf import families
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.families import NAME_KEY, family_of, find_family, register_family
@@ -31,6 +32,7 @@ TOY_SIZES = {**SIZES, "ffn_dim": SIZES["intermediate_size"], "intermediate_size"
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a family for one test; the package has no function to remove one."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setenv(VARIABLE, "")
     register_family(TOY_LLAMA)
 
 
@@ -68,7 +70,7 @@ def test_it_converts_and_is_exported_bit_for_bit(layout: Any, tmp_path: Path) ->
 @pytest.mark.usefixtures("registered")
 def test_a_name_is_that_of_one_family() -> None:
     with pytest.raises(ConfigError, match="model family toy_llama: another family has this name"):
-        register_family(TOY_LLAMA)
+        register_family(dataclasses.replace(TOY_LLAMA))
     same_files = dataclasses.replace(find_family("llama"), name="other")
     with pytest.raises(ConfigError, match="model family other: another family has this name"):
         register_family(same_files)

@@ -1,0 +1,58 @@
+"""verl's custom reward function: rewards of replies from a running server (see verl_grpo.sh).
+
+verl passes only the reply, so each row of the data needs the prompt's messages, and its tools if
+there are any, in ``extra_info``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import with_tools
+from nemo_aligner.contract.readout import one_reward, reward_weights
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.utils.errors import DataError
+
+_client = RewardClient(os.environ.get("REWARD_URL", "http://127.0.0.1:5555"), retry_s=300)
+_contracts: list[ScoringContract] = []
+
+
+async def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    refused_reward: float | None = None,
+    **others: Any,
+) -> dict[str, float]:
+    """Return the reward as ``score``, and each attribute, of which verl logs statistics.
+
+    Args:
+        extra_info: with the messages ``prompt``, and optionally ``tools``.
+        refused_reward: the reward of a reply that the model cannot score; None raises an error.
+            Set it by ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
+
+    Raises:
+        DataError: the reply or its prompt cannot be scored.
+    """
+    if not extra_info or "prompt" not in extra_info:
+        raise DataError("extra_info: 'prompt' is missing. Add the prompt's messages to the data")
+    if not _contracts:
+        _contracts.append(await _client.contract_async())
+    attributes = _contracts[0].attributes
+    # verl's data is Arrow, which turns lists into arrays.
+    messages = [*map(dict, extra_info["prompt"]), {"role": "assistant", "content": solution_str}]
+    sample = with_tools(messages, extra_info.get("tools"))
+    scored = await _client.score_rows_async([sample])
+    if scored.errors:
+        if refused_reward is None:
+            raise DataError(f"the reply cannot be scored: {scored.errors[0]}. Set refused_reward")
+        return {"score": refused_reward, **dict.fromkeys(attributes, refused_reward)}
+    reward = one_reward(scored.rewards, reward_weights(_contracts[0], None))
+    return {
+        "score": float(reward[0]),
+        **dict(zip(attributes, map(float, scored.rewards[0]), strict=True)),
+    }
