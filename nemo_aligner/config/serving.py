@@ -217,6 +217,7 @@ class ShapingConfig:
     )
     length_penalty_from: int = setting(0, "number of reply tokens without penalty")
     clip: list[float] = setting([], "[low, high]: clip rewards to this range")
+    sigmoid: bool = setting(False, "map rewards to the range from 0 to 1 by the logistic function")
     threshold: float | None = setting(None, "also report whether each reward reaches this value")
 
     def __post_init__(self) -> None:
