@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from tests.harness import tiny
 from tests.serving.client.misbehaving import Misbehaving, eventually, failure
 from tests.serving.fake_server import CONTRACT, total

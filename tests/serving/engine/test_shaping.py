@@ -83,7 +83,8 @@ def test_sigmoid_follows_the_clip_and_scales_the_errors_by_its_slope() -> None:
     made = shaper(sigmoid=True, threshold=0.75)
     shaped = shape(made, raw, spreads=np.ones_like(raw))
     assert shaped.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-7)
-    assert (shaped.passed is not None) and shaped.passed.tolist() == [0, 1, 1, 0]
+    assert shaped.passed is not None
+    assert shaped.passed.tolist() == [0, 1, 1, 0]
     assert shaped.spread is not None
     slopes = [reward * (1 - reward) for reward in expected]
     assert shaped.spread[:, 0].tolist() == pytest.approx(slopes, abs=1e-7)
