@@ -67,7 +67,7 @@ class JudgeConfig:
     """A judge: a language model behind an OpenAI-compatible server that grades responses."""
 
     url: str | None = setting(
-        None, "base URL of the judge's server, such as http://127.0.0.1:8001/v1; null: no judge"
+        None, "base URL of the judge, e.g. http://127.0.0.1:8001/v1; null: no judge"
     )
     model: str | None = setting(None, "name of the judge's model on its server")
     token_file: str | None = setting(None, "file with the bearer token of the judge's server")
@@ -122,7 +122,7 @@ class CombineConfig:
         CombineKind.weighted, "weighted sum, smallest part, or other parts only at small margins"
     )
     weights: dict[str, float] = setting(
-        {}, "weight of every part: model, judge and names of functions; default: 1 each"
+        {}, "weight of every part: model, judge, each function; default: 1 each"
     )
     offsets: dict[str, float] = setting(
         {}, "number to add to a part before it is weighted, such as judge=-3"
@@ -130,7 +130,7 @@ class CombineConfig:
     gate_part: str = setting(MODEL_PART, "with gate: part that every sample gets")
     gate_margin: float = setting(1.0, "with gate: margin of gate_part below which all parts count")
     fail_requests: bool = setting(
-        False, "answer 503 to the whole request if a part fails, also where a row may stay empty"
+        False, "answer 503 to a whole request if a part fails for one of its rows"
     )
 
     def check(self, checks: Checks, parts: Collection[str]) -> None:

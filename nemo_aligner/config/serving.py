@@ -84,7 +84,7 @@ class FrontConfig:
     )
     top_rewards_kept: int = setting(20, "number of samples in a log of the highest rewards")
     top_rewards_window: int = setting(
-        10000, "number of rewards after which the log gets the suffix .1 and a new one begins"
+        10000, "number of rewards after which a new log begins; the last gets suffix .1"
     )
     top_rewards_files: int = setting(10, "number of earlier logs of the highest rewards to keep")
 

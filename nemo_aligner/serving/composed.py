@@ -109,8 +109,8 @@ class Combination:
             the weighted sum, ``[N, P]`` float64.
         """
         terms = (parts + np.asarray(self.offsets)) * np.asarray(self.weights)
-        others = np.array([name != self.gate for name in self.names])
-        terms[np.outer(is_decided, others)] = 0.0
+        is_optional = np.array([name != self.gate for name in self.names])
+        terms[np.outer(is_decided, is_optional)] = 0.0
         if self.kind is CombineKind.minimum:
             return terms.min(axis=1).astype(np.float32), terms
         rewards = terms.sum(axis=1).astype(np.float32)
