@@ -96,5 +96,5 @@ def test_unfinished_window_is_written_now_and_then_and_a_full_disk_only_logged(
         add(log, [3.0])
         log.close()
     assert "No space left on device" in caplog.text
-    with pytest.raises(ConfigError, match="top_rewards_file: .*: it cannot be written: "):
+    with pytest.raises(ConfigError, match=r"top_rewards_file: .*: it cannot be written: "):
         RewardLog(tmp_path / "none" / "log", 1, 1, 1)
