@@ -93,8 +93,8 @@ class JudgeConfig:
 
     def __post_init__(self) -> None:
         with Checks("judge", self) as checks:
-            is_url = self.url is None or bool(re.match(r"https?://[^/]", self.url))
-            checks.require(is_url, "url", "an http:// or https:// URL")
+            is_url = self.url is None or bool(re.match(r"https?://[^/@\s]+(/|$)", self.url))
+            checks.require(is_url, "url", "an http:// or https:// URL without a password")
             has_both = (self.url is None) == (self.model is None)
             checks.require(has_both, "model", "a name with judge.url, or neither of them")
             checks.require_one_token("token")

@@ -27,6 +27,8 @@ from nemo_aligner.utils.errors import ConfigError, ServingError, one_line, shown
 
 # Threads that call functions. A thread that is busy for longer than 0.25 s gets a replacement.
 _FUNCTION_THREADS = 2
+# Most judgments of one request. With all pairs, their number grows with the square of the rows.
+_MOST_JUDGMENTS = 2**16
 
 
 @dataclass
@@ -99,7 +101,11 @@ class JudgePart:
         self.rules = {name: getattr(value, "value", value) for name, value in values.items()}
 
     async def score(self, samples: Sequence[Text]) -> PartScores:
-        """Score samples by as many judgments at once as ``judge.max_connections`` allows."""
+        """Score samples by as many judgments at once as ``judge.max_connections`` allows.
+
+        Raises:
+            RequestError: the samples need more than ``_MOST_JUDGMENTS`` judgments.
+        """
         scores = PartScores(np.full(len(samples), np.nan))
         groups: dict[str, list[int]] = defaultdict(list)
         for number, sample in enumerate(samples):
@@ -109,6 +115,7 @@ class JudgePart:
                 scores.failures[number] = RequestError(reason, FailureKind.bad_request)
             else:
                 groups[key].append(number)
+        self._check_num_judgments([*map(len, groups.values())])
         tasks = [
             task
             for numbers in groups.values()
@@ -129,6 +136,18 @@ class JudgePart:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    def _check_num_judgments(self, group_sizes: Sequence[int]) -> None:
+        has_all_pairs = self._config.pairs is JudgePairs.all_pairs
+        is_square = has_all_pairs and self._config.task is JudgeTask.pairwise
+        counts = [size * (size - 1) // 2 if is_square else size for size in group_sizes]
+        total = sum(counts) * self._config.repeats
+        if total > _MOST_JUDGMENTS:
+            raise RequestError(
+                f"got a request that needs {total} judgments, wanted at most {_MOST_JUDGMENTS}. "
+                "Send fewer rows per request, or set judge.pairs=circular",
+                FailureKind.too_large,
+            )
 
     def _list_tasks(
         self, numbers: Sequence[int], failures: dict[int, RequestError]

@@ -373,6 +373,16 @@ def test_all_pairs_and_repeats_are_averaged(monkeypatch: pytest.MonkeyPatch) -> 
     assert (ready.status, ready.json["backends"]) == (200, {fake.url: "ready"})
 
 
+def test_request_of_too_many_pairs_is_rejected_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {"conversations": [conversation("a 1")] * 400}
+    rules = {"pairs": JudgePairs.all_pairs}
+    (answer,) = asked(monkeypatch, [("/v1/rewards", body)], FakeJudge(), client=False, **rules)
+    assert answer.status == 413
+    assert "needs 79800 judgments, wanted at most 65536" in answer.json["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -466,6 +476,7 @@ def test_readiness_needs_each_part_that_every_sample_gets(monkeypatch: pytest.Mo
         (["functions={judge: a:b}"], "functions: got {'judge': 'a:b'}, wanted name=package.mod"),
         (["functions={x: a.b}"], "functions: got {'x': 'a.b'}, wanted name=package.module:func"),
         (["judge.url=a", "judge.model=a"], "judge.url: got 'a', wanted an http:// or https:// U"),
+        (["judge.url=http://a:b@c", "judge.model=a"], "wanted an http:// or https:// URL without a"),
         (["judge.url=http://a"], "judge.model: got None, wanted a name with judge.url, or nei"),
         (["combine.kind=gate", f"functions={{x: {MODULE}:fail}}", "combine.gate_part=y"],
          "combine.gate_part: got 'y', wanted the name of a part: model, x"),

@@ -23,7 +23,6 @@ from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
 from nemo_aligner.contract.messages import REASONING, Message, Messages, flatten_message
 from nemo_aligner.serving.client.causes import cause_of
 from nemo_aligner.serving.failures import retry_after
-from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import ServingError, one_line
 
 LOWEST, HIGHEST = 1.0, 5.0
@@ -96,7 +95,7 @@ class JudgeClient:
     """Sends responses to a judge, and reads its verdicts; must be used in a single event loop.
 
     Attributes:
-        name: URL of the judge for messages and metrics, without a password.
+        name: URL of the judge, for messages and metrics.
         counts: number of requests, of their tokens, and of failures by kind.
     """
 
@@ -106,7 +105,7 @@ class JudgeClient:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_connections)
-        self.name = hide_password(self._url)
+        self.name = self._url
         self.counts: Counter[str] = Counter(judge_calls=0)
 
     async def judge(self, conversation: Messages, responses: Sequence[Message]) -> Verdict:
