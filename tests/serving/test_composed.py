@@ -476,7 +476,7 @@ def test_readiness_needs_each_part_that_every_sample_gets(monkeypatch: pytest.Mo
         (["functions={judge: a:b}"], "functions: got {'judge': 'a:b'}, wanted name=package.mod"),
         (["functions={x: a.b}"], "functions: got {'x': 'a.b'}, wanted name=package.module:func"),
         (["judge.url=a", "judge.model=a"], "judge.url: got 'a', wanted an http:// or https:// U"),
-        (["judge.url=http://a:b@c", "judge.model=a"], "wanted an http:// or https:// URL without a"),
+        (["judge.url=http://a:b@c", "judge.model=a"], "https:// URL without a password"),
         (["judge.url=http://a"], "judge.model: got None, wanted a name with judge.url, or nei"),
         (["combine.kind=gate", f"functions={{x: {MODULE}:fail}}", "combine.gate_part=y"],
          "combine.gate_part: got 'y', wanted the name of a part: model, x"),
