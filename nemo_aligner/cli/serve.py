@@ -17,7 +17,8 @@ from nemo_aligner.cli.parser import (
     start_ranks,
     starts_ranks,
 )
-from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.config.gateway import GatewayRunConfig
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
 _SERVE = """\

@@ -10,8 +10,9 @@
 
 The fields of the dataclasses have the defaults and help texts of all settings. The dataclasses are
 in ``model.py`` (data, LoRA, layout, optimizer, head), ``training.py`` (``train``, ``probe``),
-``evaluation.py`` (``evaluate`` and reward environments) and ``serving.py`` (``serve``, ``gateway``,
-``serve-critic``). To add a setting, add a field there, and run ``scripts/reference.py``.
+``evaluation.py`` (``evaluate`` and reward environments), ``serving.py`` (``serve``,
+``serve-critic``) and ``gateway.py`` (``gateway``). To add a setting, add a field there, and
+run ``scripts/reference.py``.
 
 ``describe.py`` also renders ``--help`` and describes the installed package. ``dtypes.py`` has the
 names of dtypes in files. No module here imports torch at the top level.

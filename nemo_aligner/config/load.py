@@ -32,6 +32,7 @@ from nemo_aligner.config.describe import (
     suggestion,
 )
 from nemo_aligner.config.evaluation import IDLE_IN_EVALUATION, EvaluateConfig
+from nemo_aligner.config.gateway import IDLE_IN_GATEWAYS, GatewayRunConfig
 from nemo_aligner.config.serving import (
     IDLE_IN_CRITICS,
     IDLE_IN_SERVING,
@@ -398,12 +399,12 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # Settings that have no effect because of the values of other settings.
-
 _IDLE: Mapping[type, tuple[IdleRule, ...]] = {
     TrainConfig: IDLE_IN_TRAINING,
     ServeConfig: IDLE_IN_SERVING,
     ServeCriticConfig: IDLE_IN_CRITICS,
     EvaluateConfig: IDLE_IN_EVALUATION,
+    GatewayRunConfig: IDLE_IN_GATEWAYS,
 }
 
 
@@ -445,8 +446,7 @@ def _matches(value: object, expected: object) -> bool:
 
 
 def _differs(key: str, config: object, defaults: object) -> bool:
-    value_of = attrgetter(key)
-    return bool(value_of(config) != value_of(defaults))
+    return bool(attrgetter(key)(config) != attrgetter(key)(defaults))
 
 
 # YAML readers that never read settings of type str as numbers or bools.

@@ -1,4 +1,4 @@
-"""Settings of ``serve``, ``gateway`` and ``serve-critic``, and of reward shaping."""
+"""Settings of ``serve`` and ``serve-critic``, of reward shaping, and of every HTTP front."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 class FrontConfig:
     """Address, access and limits of an HTTP server.
 
-    ``ServerConfig`` (reward server) and ``GatewayConfig`` extend this section.
+    ``ServerConfig`` (reward server) and ``GatewayConfig`` (``gateway.py``) extend this section.
     """
 
     # Key of this section of the settings; error messages begin with it.
@@ -79,6 +79,14 @@ class FrontConfig:
     drift_rows: int = setting(1000, "number of latest rewards that the distribution metrics cover")
     exit_timeout_secs: int = setting(20, "seconds to finish requests in flight after SIGTERM")
     ready_file: str | None = setting(None, "file to write the URL to while the server is ready")
+    top_rewards_file: str | None = setting(
+        None, "file to log the highest-rewarded samples to, as JSON lines; null: no log"
+    )
+    top_rewards_kept: int = setting(20, "number of samples in a log of the highest rewards")
+    top_rewards_window: int = setting(
+        10000, "number of rewards after which a new log begins; the last gets suffix .1"
+    )
+    top_rewards_files: int = setting(10, "number of earlier logs of the highest rewards to keep")
 
     def __post_init__(self) -> None:
         with Checks(self.section, self) as checks:
@@ -98,54 +106,20 @@ class FrontConfig:
             "keep_alive_secs",
             "drift_rows",
             "exit_timeout_secs",
+            "top_rewards_kept",
+            "top_rewards_window",
         )
+        checks.require_not_negative("top_rewards_files")
         both_or_neither = (self.certificate_file is None) == (self.key_file is None)
         expected = "a key_file with a certificate_file, or neither"
         checks.require(both_or_neither, "key_file", expected)
         checks.require_one_token("token")
 
 
-# The gateway.
-
-
-@dataclass
-class GatewayConfig(FrontConfig):
-    """Address, access and limits of the gateway."""
-
-    section: ClassVar[str] = "gateway"
-
-    port: int = setting(8000, "TCP port; 0: any free port")
-    max_connections: int = setting(256, "maximum concurrent requests per backend")
-    timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
-    retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
-
-    def check(self, checks: Checks) -> None:
-        super().check(checks)
-        checks.require_positive("max_connections", "timeout_s")
-        checks.require_not_negative("retry_s")
-
-
-@dataclass
-class GatewayRunConfig:
-    """All settings of ``nemo-aligner gateway``."""
-
-    backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
-    expect_contract: str | None = setting(
-        None, "reject backends whose scoring contract has another hash"
-    )
-    expect_fingerprint: str | None = setting(
-        None, "reject backends whose weights have another fingerprint"
-    )
-    backend_token_file: str | None = setting(None, "file with the bearer token of the backends")
-    backend_token_variable: str | None = setting(
-        None, "environment variable with the bearer token of the backends"
-    )
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-
-    def __post_init__(self) -> None:
-        with Checks("", self) as checks:
-            checks.require(bool(self.backends), "backends", "the URL of a server, or several")
-            checks.require_one_token("backend_token")
+def without_log(section: str) -> IdleRule:
+    """Return the rule that without a log of the highest rewards its other settings are idle."""
+    names = ("top_rewards_kept", "top_rewards_window", "top_rewards_files")
+    return {f"{section}.top_rewards_file": None}, tuple(f"{section}.{name}" for name in names)
 
 
 # Reward shaping.
@@ -217,6 +191,7 @@ class ShapingConfig:
     )
     length_penalty_from: int = setting(0, "number of reply tokens without penalty")
     clip: list[float] = setting([], "[low, high]: clip rewards to this range")
+    sigmoid: bool = setting(False, "map rewards to the range from 0 to 1 by the logistic function")
     threshold: float | None = setting(None, "also report whether each reward reaches this value")
 
     def __post_init__(self) -> None:
@@ -330,6 +305,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
     ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
     ({"ensemble.combine": Combine.min}, ("ensemble.k",)),
     ({"server.prefix_cache_tokens": 0}, ("server.prefix_cache_states",)),
+    without_log("server"),
 )
 
 
@@ -477,6 +453,7 @@ _OF_REWARDS = (
     "trainer.ppo.offload_idle_model",
     "server.prefix_cache_tokens",
     "server.prefix_cache_states",
+    "server.top_rewards_file",
 )
 IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
     ANY_ROWS,
@@ -489,6 +466,7 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
     ({"server.prefix_cache_tokens": 0}, ("server.prefix_cache_states",)),
+    without_log("server"),
     # A loaded checkpoint has all weights, also the head's, so nothing is initialized at random.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

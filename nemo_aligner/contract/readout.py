@@ -231,10 +231,6 @@ def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[fl
 def weighted_components(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """Compute what each attribute contributes to the combined reward.
 
-    NeMo RL (``validate_reward_components_match_scalar``) ends a run if the components of a sample
-    do not add up to its reward. ``one_reward`` rounds to float32, so the difference, in the last
-    place, is added to the largest component.
-
     Args:
         rewards: ``[N, A]`` float32.
         weights: the A weights.
@@ -243,7 +239,18 @@ def weighted_components(rewards: np.ndarray, weights: Sequence[float]) -> np.nda
         ``[N, A]`` float64. Each row sums to the sample's ``one_reward``; NaN if it has none.
     """
     components = rewards.astype(np.float64) * np.asarray(weights, dtype=np.float64)
-    missing = one_reward(rewards, weights) - components.sum(axis=1)
+    return adjust_components(components, one_reward(rewards, weights))
+
+
+def adjust_components(components: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Return components ``[N, A]`` float64 that add up to the rewards ``[N]`` float32.
+
+    NeMo RL (``validate_reward_components_match_scalar``) ends a run if the components of a sample
+    do not add up to its reward. Rewards are rounded to float32, so the difference, in the last
+    place, is added to the largest component.
+    """
+    components = components.copy()
+    missing = rewards - components.sum(axis=1)
     largest = np.abs(components).argmax(axis=1)
     components[np.arange(len(components)), largest] += missing
     return components

@@ -9,7 +9,7 @@ client imports this module, so it must import neither torch nor pydantic.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -120,6 +120,11 @@ class ScoredRows:
             of them combined.
         foreign_template: ``[N]`` bool, from the gateway: true for rows that were not rendered by
             the model's chat template.
+        part_names: names of the P parts of the rewards, from a gateway that combines several.
+        parts: ``[N, P]`` float64, the parts; NaN for a part that failed or was not needed.
+        components: ``[N, P]`` float64, what each part adds to the reward; None if the reward is no
+            sum of parts.
+        comparisons: judgments of pairs of rows, in the form of NeMo Gym's ``comparison_results``.
     """
 
     rewards: np.ndarray
@@ -134,6 +139,10 @@ class ScoredRows:
     outputs: np.ndarray | None = None
     steps: np.ndarray | None = None
     foreign_template: np.ndarray | None = None
+    part_names: tuple[str, ...] = ()
+    parts: np.ndarray | None = None
+    components: np.ndarray | None = None
+    comparisons: Sequence[Mapping[str, float]] = ()
 
     def take(self, rows: Sequence[int]) -> ScoredRows:
         """Return the results of the samples with the numbers ``rows``, in this order."""

@@ -15,6 +15,8 @@ at a gateway); ``run.py`` does so from settings.
 KServe v2, which ``triton.py`` (with ``triton_internals.py``) serves over gRPC, too.
 
 A gateway (``gateway.py``) has the same front, but its service (``upstream.py``) forwards requests
-to servers through ``client/``; neither imports torch. Everything shares ``failures.py``, the table
-of failure kinds, ``backpressure.py``, the limit of rows in flight, and ``tokens.py``.
+to servers through ``client/``; neither imports torch. ``composed.py`` combines their rewards with
+those of a judge and of Python functions (``parts.py``). Everything shares ``failures.py``, the
+table of failure kinds, ``backpressure.py``, the limit of rows in flight, ``reward_log.py``, the log
+of the highest-rewarded samples, and ``tokens.py``.
 """

@@ -1,9 +1,10 @@
 """The interface between the HTTP front and the model: in this process, or on upstream servers.
 
-Every protocol's route calls a ``ScoringService``. There are two implementations:
+Every protocol's route calls a ``ScoringService``. There are three implementations:
 
 * ``LocalService`` (``reward.py``): the batcher, executor and ranks of this server;
-* ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway.
+* ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway;
+* ``ComposedService`` (``composed.py``): a gateway's servers combined with a judge and functions.
 
 This module has what both share:
 
@@ -11,11 +12,13 @@ This module has what both share:
 * the completion of raw samples that end with an end-of-turn token;
 * the detection of foreign rows (raw samples that are not written in the model's chat template);
 * the results of rows that are rejected before scoring;
-* the drift of recent rewards.
+* the drift of recent rewards;
+* the log of the highest-rewarded samples.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,11 +29,13 @@ import numpy as np
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
+from nemo_aligner.serving.reward_log import RewardLog
 
 # Advice in messages to clients whose raw texts are written in another chat template.
 FOREIGN_ADVICE = (
@@ -70,6 +75,7 @@ class ScoringService(ABC):
         self._completes_turns = config.complete_turns
         self._limit = BackpressureLimit(config.max_queue_rows, f"{config.section}.max_queue_rows")
         self._announced_turn_end = False
+        self._reward_log = RewardLog.of(config)
 
     @property
     def rows_in_flight(self) -> int:
@@ -103,6 +109,7 @@ class ScoringService(ABC):
             scored = await self._score(request, sets_rows_aside, is_probe)
         if not is_probe:
             self.recent.add(scored.rewards)
+            self._log_highest(request, scored)
         return insert_refused(scored, request.refused)
 
     @abstractmethod
@@ -148,8 +155,19 @@ class ScoringService(ABC):
         return
 
     async def close(self) -> None:
-        """End background tasks, after all requests are answered; by default there are none."""
-        return
+        """End background tasks, after all requests are answered."""
+        if self._reward_log is not None:
+            await asyncio.to_thread(self._reward_log.close)
+
+    def _log_highest(self, request: ScoreRequest, scored: ScoredRows) -> None:
+        """Add the rewards of the scored rows to the log of the highest ones, if there is one."""
+        if self._reward_log is None or not len(scored.rewards):
+            return
+        columns = scored.rewards.shape[1]
+        weights = (1.0,) if self.contract is None else self.contract.attribute_weights
+        # Without a scoring contract the first attribute counts, because no weights are known.
+        merged = one_reward(scored.rewards, weights if len(weights) == columns else (1.0,))
+        self._reward_log.add(request.texts or request.token_lists or [], merged, scored)
 
     async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
         """Complete raw texts and token rows that end with the model's end-of-turn token.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.client.pool import NoServerError
 from nemo_aligner.serving.client.reward import OnError, RewardClient
@@ -40,6 +40,7 @@ class UpstreamService(ScoringService):
                 self._startup_check.cancel()
                 with suppress(asyncio.CancelledError):
                     await self._startup_check
+            await super().close()
         finally:
             await self._client.aclose()
 

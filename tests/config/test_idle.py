@@ -32,6 +32,7 @@ LAYOUT = ROWS | under(
     "context_parallel_size cp_comm_type "
     "sequence_parallel batch_invariant cuda_graphs pointwise_kernels",
 )
+LOGS = {"gateway": "gateway", "serve": "server", "serve_critic": "server"}
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
 CRITIC = "pretrained_checkpoint.restore_from_path=rm.nemo"
 
@@ -76,6 +77,7 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
             "trainer.ppo.offload_idle_model",
             "server.prefix_cache_tokens",
             "server.prefix_cache_states",
+            "server.top_rewards_file",
             "model.seed",
             *LOGGERS,
             *OF_SEVERAL,
@@ -112,7 +114,23 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
         ("server=http://a:1", "data.malformed=drop"),
         LAYOUT | {"model.micro_batch_tokens"},
     ),
-    ("gateway", 1, (), set()),
+    (
+        "gateway",
+        1,
+        (),
+        {
+            *under("judge", "token_file token_variable task prompt pairs repeats principle"),
+            *under("judge", "temperature max_tokens max_connections timeout_s retries"),
+            *under("combine", "gate_part gate_margin fail_requests"),
+            "function_timeout_s",
+        },
+    ),
+    (
+        "gateway",
+        1,
+        ("judge.url=http://a:1/v1", "judge.model=a", "judge.task=rating", "combine.kind=gate"),
+        {"judge.pairs", "function_timeout_s"},
+    ),
 ]
 
 
@@ -136,6 +154,9 @@ def test_idle_settings_are_told_of_every_kind_of_use() -> None:
         got = found_idle(verb, ranks, asked)
         if verb != "gateway" and "model.context_parallel_size=2" not in asked:
             wanted = wanted | {"model.cp_comm_type"}
+        if verb in LOGS:
+            log = "top_rewards_kept top_rewards_window top_rewards_files"
+            wanted = wanted | under(LOGS[verb], log)
         if got != wanted:
             off[verb, ranks, asked] = got ^ wanted
     assert not off

@@ -16,6 +16,7 @@ from nemo_aligner.config.describe import (
     suggestion,
 )
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import (
     config_to_dict,
     load_config,
@@ -23,7 +24,7 @@ from nemo_aligner.config.load import (
     load_with_notes,
     save_config,
 )
-from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.config.refusals import not_refused

@@ -17,8 +17,9 @@ from nemo_aligner.cli.main import load
 from nemo_aligner.config.compat import FILES
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data import report

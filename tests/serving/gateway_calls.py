@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.serving.client import RefusedError, ScoredRows

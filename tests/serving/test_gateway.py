@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.utils.errors import ServingError
 from tests.harness import tiny
 from tests.serving.client.misbehaving import Misbehaving, eventually, failure
 from tests.serving.fake_server import CONTRACT, total
@@ -229,3 +231,39 @@ def test_password_of_a_backends_url_is_shown_nowhere(lone: Misbehaving, tmp_path
         shown = [*pages, json.dumps(answer), started.output()]
         assert lone.url in shown[-1]
         assert not [text for text in shown if "s3cret" in text or "someone" in text]
+
+
+def test_combined_rewards_reach_a_client_by_their_own_contract_and_the_log_has_the_highest(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    log = tmp_path / "top.jsonl"
+    settings = [
+        f"backends=[{lone.url}]",
+        "functions={length: tests.serving.test_composed:count_characters}",
+        "combine.weights={model: 1, length: -10}",
+        f"gateway.top_rewards_file={log}",
+        "gateway.top_rewards_kept=2",
+        "gateway.top_rewards_window=4",
+    ]
+    texts = ["a", "bb", "c", "dddd", "e", "f"]
+    # The fake model's attributes are a total and its negative, with weights 1 and 0.5.
+    expected = [total(text) / 2 - 10 * len(json.dumps({"text": text})) for text in texts]
+    with gateway(tmp_path, *settings) as started:
+        assert "Parts of a reward: model, length" in started.output()
+        with RewardClient(started.url) as client:
+            scored = client.score_rows(texts)
+            contract = client.contract()
+        assert scored.rewards[:, 0].tolist() == expected
+        assert (contract.attributes, scored.contract_hash) == (("reward",), contract.hash)
+        assert contract.hash != CONTRACT.hash
+        wrong = RewardClient(started.url, expect=CONTRACT.hash)
+        with wrong as client, pytest.raises(ServingError, match="contract"):
+            client.score_rows(texts[:1])
+        started.ranks[0].send_signal(signal.SIGTERM)
+        assert started.wait(10) == [0], started.output()
+    for file, rewards_of_window in ((f"{log}.1", expected[:4]), (str(log), expected[4:])):
+        entries = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        logged = [entry["reward"] for entry in entries]
+        assert logged[0] == max(rewards_of_window)
+        assert entries[0]["text"] == texts[expected.index(logged[0])]
+        assert entries[0]["parts"]["length"] == len(json.dumps({"text": entries[0]["text"]}))

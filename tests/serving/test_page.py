@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig, ServerConfig
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.config.serving import ServerConfig
 from tests.docs.pages import blocks
 from tests.harness.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total

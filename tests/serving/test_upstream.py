@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import ScoreRequest

@@ -374,6 +374,7 @@ class RowCollector:
         rewards = self._place_output("rewards", total)
         if rewards is None:
             rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
+        optional: dict[str, Any] = {name: self._place_output(name, total) for name in _OPTIONAL}
         return ScoredRows(
             rewards,
             dict(sorted(self._errors.items())),
@@ -381,7 +382,7 @@ class RowCollector:
             self._contract_hash,
             # Rows that were scored by several models have no common fingerprint.
             self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
-            **{name: self._place_output(name, total) for name in _OPTIONAL},
+            **optional,
         )
 
     def _place_output(self, name: str, total: int) -> np.ndarray | None:

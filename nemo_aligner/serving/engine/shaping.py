@@ -2,8 +2,9 @@
 
 Each step is off by default. Their order: standardize every attribute of every model, merge the
 attributes into one reward, subtract a multiple of its uncertainty, combine the models' rewards,
-subtract a length penalty, clip, and compare with a threshold. The rules are part of the contract
-that a server publishes, so a client that expects other rules rejects its rewards.
+subtract a length penalty, clip, map to (0, 1) by the logistic function, and compare with a
+threshold. The rules are part of the contract that a server publishes, so a client that expects
+other rules rejects its rewards.
 """
 
 from __future__ import annotations
@@ -138,16 +139,13 @@ class RewardShaper:
         deviation = values.std(axis=1)
         # The models are combined before the length penalty, because it is equal for all of them and
         # adds no uncertainty.
-        rewards = self._combine(values, deviation)
-        shaping = self._shaping
-        if self.needs_lengths:
-            excess = np.asarray(reply_tokens, dtype=np.float64) - shaping.length_penalty_from
-            rewards = rewards - shaping.length_penalty * excess.clip(0)[:, None]
-        if shaping.clip:
-            low, high = shaping.clip
-            rewards = np.minimum(np.maximum(rewards, low), high)
+        rewards = self._penalize(self._combine(values, deviation), reply_tokens)
+        if self._shaping.sigmoid:
+            rewards, slope = _squash(rewards)
+            deviation = deviation * slope
+            spread = None if spread is None else spread * slope[:, None]
         # Compared in float32, because clients see float32 rewards.
-        shaped, threshold = rewards.astype(np.float32), shaping.threshold
+        shaped, threshold = rewards.astype(np.float32), self._shaping.threshold
         passed = None if threshold is None else shaped[:, 0] >= np.float32(threshold)
         return replace(
             scored,
@@ -177,6 +175,17 @@ class RewardShaper:
             mean, std = self._fixed
             values = (values - mean) / std
         return values, std
+
+    def _penalize(self, rewards: np.ndarray, reply_tokens: Sequence[int] | None) -> np.ndarray:
+        """Subtract the length penalty from rewards ``[N, A]``, then clip them."""
+        shaping = self._shaping
+        if self.needs_lengths:
+            excess = np.asarray(reply_tokens, dtype=np.float64) - shaping.length_penalty_from
+            rewards = rewards - shaping.length_penalty * excess.clip(0)[:, None]
+        if shaping.clip:
+            low, high = shaping.clip
+            rewards = np.minimum(np.maximum(rewards, low), high)
+        return rewards
 
     def check_file(self) -> None:
         """Check that statistics can be saved; called once, on rank 0.
@@ -361,6 +370,17 @@ class RunningStatistics:
                 f"contracts {short(contracts)}), wanted {self._contracts}. Choose another file"
             )
         self.count, self.mean, self._squares = count, mean, squares
+
+
+def _squash(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logistic function of rewards ``[N, A]``, and its slope there.
+
+    A bounded reward keeps a policy from chasing ever higher ones ("Reward Shaping to Mitigate
+    Reward Hacking in RLHF", arXiv 2502.18770). The slope scales the errors of the rewards. tanh is
+    used because exp overflows.
+    """
+    squashed = 0.5 + 0.5 * np.tanh(0.5 * rewards)
+    return squashed, squashed * (1 - squashed)
 
 
 def build_shaper(

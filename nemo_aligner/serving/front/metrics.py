@@ -21,7 +21,8 @@ from nemo_aligner.serving.scoring import ScoringService
 # waits behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
-# Counters that model servers publish (``LocalService.statistics``), with their help texts.
+# Counters that model servers publish (``LocalService.statistics``), and those of a gateway's judge
+# and functions (``serving/parts.py``), with their help texts.
 COUNTED = {
     "requests": "requests answered with rewards",
     "refused_requests": "requests answered with an error",
@@ -32,6 +33,18 @@ COUNTED = {
     "calls": "calls of the model",
     "queue_seconds": "seconds that rows waited for their call, summed over rows",
     "forward_seconds": "seconds in which the model computed",
+    "judge_calls": "requests sent to the judge, with retries",
+    "judge_seconds": "seconds that requests to the judge took, summed over requests",
+    "judge_prompt_tokens": "tokens of the judge's prompts, as its answers say",
+    "judge_completion_tokens": "tokens that the judge has generated, as its answers say",
+    "judge_slow": "requests that the judge did not answer in time",
+    "judge_malformed": "answers of the judge without valid scores",
+    "judge_refusals": "requests that the judge refused to answer",
+    "judge_unreachable": "requests that failed because of the judge's server or connection",
+    "judge_rejected": "requests that the judge's server rejected, and that are not sent again",
+    "function_calls": "calls of the function",
+    "function_failures": "calls of the function that failed or were too slow",
+    "masked_rows": "samples that got no score from the judge or function",
 }
 
 Statistics = Mapping[str, Mapping[str, float] | None]

@@ -48,6 +48,7 @@ from nemo_aligner.serving.protocols.base import (
     refuse_with_detail,
     text_of,
 )
+from nemo_aligner.serving.protocols.rewards import list_parts
 from nemo_aligner.utils.errors import ServingError
 
 # Gym's failure_kinds.py has no kind for a rejected reply. This kind therefore has the server's name
@@ -59,7 +60,9 @@ _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 # A reply that every contract accepts. A rollout that is rejected even with this reply has a bad
 # prompt.
 _OTHER_REPLY = "."
-_ATTRIBUTE = "attribute/"  # prefix of the fields of an answer with the raw attributes
+# Prefixes of the fields of an answer with the raw attributes, and with the parts of a combined
+# reward.
+_ATTRIBUTE, _PART = "attribute/", "part/"
 
 
 _EXAMPLE_PART = {"type": "output_text", "text": "A rose."}
@@ -102,7 +105,8 @@ class VerifyResponse(Body):
     """The fields of the request, followed by the reward or the reason why there is none.
 
     ``reward_components`` add up to ``reward``: each attribute times its weight. The attributes
-    themselves are further fields, ``attribute/NAME``, of which Gym computes statistics.
+    themselves are further fields, ``attribute/NAME``, of which Gym computes statistics. A gateway
+    that combines several rewards has components by part, and the parts in ``part/NAME``.
     """
 
     responses_create_params: ResponseParams
@@ -238,15 +242,17 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         failure = _failure_fields(_REFUSED, reason, is_masked=threshold is None)
         return {**_echo_fields(body), **failure}
     (reward,) = served.one_reward(scored.rewards)
-    # With a threshold the reward is no sum of attributes, so it has no components.
-    (components,) = served.components(scored.rewards) if threshold is None else ({},)
+    # With a threshold the reward is no sum, so it has no components.
+    components = {} if threshold is not None else _read_components(scored, served)
     attributes = zip(served.attributes, scored.rewards[0].tolist(), strict=True)
+    parts = list_parts(scored)[0].items() if scored.parts is not None else ()
     return {
         **_echo_fields(body),
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
         **{f"{_ATTRIBUTE}{name}": value for name, value in attributes},
+        **{f"{_PART}{name}": value for name, value in parts if value is not None},
         "truncated": bool(scored.exceeded[0]),
         "contract_hash": scored.contract_hash,
         "model_fingerprint": scored.model_fingerprint,
@@ -254,6 +260,15 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "failure_kind": None,
         "failure_reason": None,
     }
+
+
+def _read_components(scored: ScoredRows, served: Served) -> dict[str, float]:
+    """Return what adds up to the reward of the only row, by part or attribute; else {}."""
+    if scored.parts is None:
+        return served.components(scored.rewards)[0]
+    if scored.components is None:
+        return {}
+    return dict(zip(scored.part_names, scored.components[0].tolist(), strict=True))
 
 
 def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
@@ -268,8 +283,9 @@ def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
 
 def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
     fields = body.model_dump(exclude_unset=True)
-    # A rollout that is scored again still has the attributes of its first answer.
-    return {name: value for name, value in fields.items() if not name.startswith(_ATTRIBUTE)}
+    # A rollout that is scored again still has the attributes and parts of its first answer.
+    stale = (_ATTRIBUTE, _PART)
+    return {name: value for name, value in fields.items() if not name.startswith(stale)}
 
 
 def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
@@ -291,7 +307,8 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 # ``POST /compare`` scores several replies to one conversation.  Gym's ``GenRMStrategy``
 # (``resources_servers/genrm_compare``, August 2026) sends this request to a generative judge, which
 # compares pairs of replies. A reward model scores each reply by itself, so ``comparison_results``
-# is empty, and ``rewards`` are the model's rewards (a judge gives 1 to 5). ``conversation_history``
+# is empty, and ``rewards`` are the model's rewards (a judge gives 1 to 5). A gateway with a judge
+# answers its comparisons, and ``parts`` of each reward. ``conversation_history``
 # has the messages before the replies; ``response_objs`` are read like the response of ``/verify``.
 # A ``principle`` instructs a judge, and no reward model follows it, so it is rejected. If one reply
 # cannot be scored, the whole group fails, because a made-up reward in its place would train the
@@ -317,6 +334,7 @@ class CompareResponse(Body):
     rewards: list[float]
     comparison_results: list[dict[str, Any]]
     metrics: dict[str, float]
+    parts: list[dict[str, float | None]] | None = None
 
 
 def read_compare(body: CompareRequest) -> ScoreRequest:
@@ -342,13 +360,17 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
 def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """Build the answer: rewards, and metrics under the names that Gym's judge uses."""
     rewards = served.one_reward(scored.rewards)
+    comparisons = list(scored.comparisons)
+    scores = [pair[name] for pair in comparisons for name in ("score_1", "score_2")] or rewards
+    ties = [pair["score_1"] == pair["score_2"] for pair in comparisons]
     metrics = {
-        "mean_individual_score": float(np.mean(rewards)),
-        "std_individual_score": float(np.std(rewards)),
-        "tiebreak_usage_rate": 0.0,
+        "mean_individual_score": float(np.mean(scores)),
+        "std_individual_score": float(np.std(scores)),
+        "tiebreak_usage_rate": float(np.mean(ties)) if ties else 0.0,
         "truncated_rate": float(np.mean(scored.exceeded)),
     }
-    return {"rewards": rewards, "comparison_results": [], "metrics": metrics}
+    parts = {} if scored.parts is None else {"parts": list_parts(scored)}
+    return {"rewards": rewards, "comparison_results": comparisons, "metrics": metrics, **parts}
 
 
 ROUTES: list[Route[Any]] = [

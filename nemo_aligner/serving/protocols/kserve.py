@@ -167,7 +167,7 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
     """Decode the outputs of an answer; other servers may send only ``rewards`` and ``exceeded``."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
-    optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
+    optional: dict[str, Any] = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
     for spec in OPTIONAL_OUTPUTS:
         values = optional[spec.name]
         if values is not None and spec.dtype is bytes:

@@ -12,6 +12,9 @@ null if its sample cannot be scored; ``errors`` tells why. ``scale`` is ``probab
 ``log_odds`` or ``score``. ``truncated`` tells which samples were cut to the model's length.
 ``contract_hash`` and ``model_fingerprint`` identify the scoring contract and the weights.
 
+A gateway that combines several rewards adds ``parts``: for each row an object with a number for
+each part, null for one that failed or was not needed.
+
 With ``outputs: true``, a model with several outputs per attribute adds ``spread``, the uncertainty
 of each reward, and ``outputs``. With ``steps: true``, a model with a reward per turn or step adds
 ``steps``: for each row a list of all rewards, each with the number of its ``message`` (null in a
@@ -118,6 +121,7 @@ class RewardsResponse(Body):
     spread: list[list[float] | None] | None = None
     outputs: list[list[float] | None] | None = None
     steps: list[list[StepReward] | None] | None = None
+    parts: list[dict[str, float | None]] | None = None
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
@@ -151,6 +155,7 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
         )
     steps = {} if not body.steps or scored.steps is None else {"steps": _list_steps(scored.steps)}
     passed = {} if scored.passed is None else {"passed": _list_booleans(scored.passed)}
+    parts = {} if scored.parts is None else {"parts": list_parts(scored)}
     return {
         "rewards": _list_rows(scored.rewards),
         "attributes": list(served.attributes),
@@ -162,7 +167,21 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
         **{name: _list_rows(values) for name, values in optional.items() if values is not None},
         **passed,
         **steps,
+        **parts,
     }
+
+
+def list_parts(scored: ScoredRows) -> list[dict[str, float | None]]:
+    """List the parts of each row's reward by name; None for a part that is missing."""
+    if scored.parts is None:
+        return []
+    return [
+        {
+            name: None if math.isnan(value) else value
+            for name, value in zip(scored.part_names, values, strict=True)
+        }
+        for values in scored.parts.tolist()
+    ]
 
 
 def _list_steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ConfigError, ServingError

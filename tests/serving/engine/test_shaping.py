@@ -76,6 +76,28 @@ def test_shaping_by_each_rule() -> None:
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
 
 
+def test_sigmoid_follows_the_clip_and_scales_the_errors_by_its_slope() -> None:
+    """By the closed form 1 / (1 + exp(-x)), also where exp would overflow."""
+    raw = np.array([[0.0], [np.log(3.0)], [2000.0], [-2000.0]], dtype=np.float32)
+    expected = [0.5, 0.75, 1.0, 0.0]
+    made = shaper(sigmoid=True, threshold=0.75)
+    shaped = shape(made, raw, spreads=np.ones_like(raw))
+    assert shaped.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-7)
+    assert shaped.passed is not None
+    assert shaped.passed.tolist() == [0, 1, 1, 0]
+    assert shaped.spread is not None
+    slopes = [reward * (1 - reward) for reward in expected]
+    assert shaped.spread[:, 0].tolist() == pytest.approx(slopes, abs=1e-7)
+    clipped = shape(shaper(sigmoid=True, clip=[-1.0, 1.0]), raw).rewards[2:, 0]
+    bounds = [1 / (1 + np.exp(-1.0)), 1 / (1 + np.exp(1.0))]
+    assert clipped.tolist() == pytest.approx(bounds, abs=1e-7)
+    assert (made.contract.reward_scale, made.keeps_steps) == ("score", True)
+    models = shape(ensemble(Combine.mean, sigmoid=True), np.array([[0.0, 2.0]], dtype=np.float32))
+    assert models.deviation is not None
+    mean = 1 / (1 + np.exp(-1.0))
+    assert models.deviation[0, 0] == pytest.approx(mean * (1 - mean), abs=1e-7)
+
+
 def test_shaping_takes_a_multiple_of_the_uncertainty_off(caplog: pytest.LogCaptureFixture) -> None:
     """In units of the shaped reward; for crossing quantiles it is 0, which is logged once."""
     bins = Readout("bins", ((0.0, 4.0),) * 2).to_json()

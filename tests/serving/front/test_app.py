@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.front import app as front_app
 from nemo_aligner.serving.front.app import ROUTES

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_aligner.config.serving import GatewayConfig, ServerConfig
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.front.limits import (
     ANSWER_NOT_READ,
     CLIENT_LEFT,

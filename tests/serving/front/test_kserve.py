@@ -19,7 +19,7 @@ import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 import nemo_aligner
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.utils.errors import ServingError

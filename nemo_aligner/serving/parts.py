@@ -1,0 +1,320 @@
+"""Parts of a combined reward next to the reward model: a judge, and Python functions.
+
+A part scores samples in order. ``composed.py`` combines the parts with the reward model's rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Protocol
+
+import numpy as np
+
+from nemo_aligner.config.gateway import JUDGE_PART, JudgeConfig, JudgePairs, JudgeTask
+from nemo_aligner.contract.messages import Conversation, Text, as_json, messages_of, prompt_of
+from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
+from nemo_aligner.serving.engine.timed_threads import TimedThreads
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.utils.errors import ConfigError, ServingError, one_line, shown
+
+# Threads that call functions. A thread that is busy for longer than 0.25 s gets a replacement.
+_FUNCTION_THREADS = 2
+# Most judgments of one request. With all pairs, their number grows with the square of the rows.
+_MOST_JUDGMENTS = 2**16
+
+
+@dataclass
+class PartScores:
+    """Scores of N samples by one part.
+
+    Attributes:
+        values: ``[N]`` float64; NaN for each sample in ``failures``.
+        failures: why a sample has no score, by its number. The kind is ``bad_request`` if the
+            sample cannot be scored, ``unreachable`` if the part has failed.
+        comparisons: of a pairwise judge: each judgment, in the form of NeMo Gym's
+            ``comparison_results``, with numbers of samples.
+    """
+
+    values: np.ndarray
+    failures: dict[int, RequestError] = field(default_factory=dict)
+    comparisons: list[dict[str, float]] = field(default_factory=list)
+
+
+class Part(Protocol):
+    """A part of a combined reward, such as a judge."""
+
+    @property
+    def name(self) -> str:
+        """Name of the part in settings and answers."""
+
+    @property
+    def rules(self) -> Any:
+        """What the scores depend on, as JSON values, for the published scoring contract."""
+
+    async def score(self, samples: Sequence[Text]) -> PartScores:
+        """Score samples; a sample without a score gets a reason."""
+
+    async def probe(self) -> dict[str, str | None]:
+        """Map the part's server to why it gives no scores now, or to None if it does."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Map the part's server or function to its counts since the start."""
+
+    async def close(self) -> None:
+        """Close connections and end threads; no call of ``score`` may be running."""
+
+
+def prompt_key(sample: Text) -> str | None:
+    """Return a key that responses to the same prompt share; None for a raw text."""
+    if isinstance(sample, str):
+        return None
+    prompt: Any = prompt_of(sample)
+    if isinstance(sample, Conversation):
+        prompt = [prompt, sample.tools, sample.documents]
+    return json.dumps(prompt, sort_keys=True)
+
+
+class JudgePart:
+    """Scores conversations by a judge: each response by itself, or in pairs of the same prompt.
+
+    Attributes:
+        name: name of the part.
+        rules: what the scores depend on.
+    """
+
+    name = JUDGE_PART
+
+    def __init__(self, client: JudgeClient, config: JudgeConfig, timeout_s: float) -> None:
+        """Score by ``client``; a judgment takes at most ``timeout_s``, with waiting and retries."""
+        self._client, self._config, self._timeout_s = client, config, timeout_s
+        self._masked_rows = 0
+        names = ("model", "task", "prompt", "pairs", "repeats", "principle")
+        values = {name: getattr(config, name) for name in names}
+        self.rules = {name: getattr(value, "value", value) for name, value in values.items()}
+
+    async def score(self, samples: Sequence[Text]) -> PartScores:
+        """Score samples by as many judgments at once as ``judge.max_connections`` allows.
+
+        Raises:
+            RequestError: the samples need more than ``_MOST_JUDGMENTS`` judgments.
+        """
+        scores = PartScores(np.full(len(samples), np.nan))
+        groups: dict[str, list[int]] = defaultdict(list)
+        for number, sample in enumerate(samples):
+            key = prompt_key(sample)
+            if key is None:
+                reason = "it is a raw text, and a judge reads conversations; send messages"
+                scores.failures[number] = RequestError(reason, FailureKind.bad_request)
+            else:
+                groups[key].append(number)
+        self._check_num_judgments([*map(len, groups.values())])
+        tasks = [
+            task
+            for numbers in groups.values()
+            for task in self._list_tasks(numbers, scores.failures)
+            for _ in range(self._config.repeats)
+        ]
+        outcomes = await asyncio.gather(*(self._judge(samples, task) for task in tasks))
+        self._collect(tasks, outcomes, scores)
+        self._masked_rows += len(scores.failures)
+        return scores
+
+    async def probe(self) -> dict[str, str | None]:
+        return {self._client.name: await self._client.probe()}
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        counts = {name: float(count) for name, count in self._client.counts.items()}
+        return {self._client.name: {**counts, "masked_rows": float(self._masked_rows)}}
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _check_num_judgments(self, group_sizes: Sequence[int]) -> None:
+        has_all_pairs = self._config.pairs is JudgePairs.all_pairs
+        is_square = has_all_pairs and self._config.task is JudgeTask.pairwise
+        counts = [size * (size - 1) // 2 if is_square else size for size in group_sizes]
+        total = sum(counts) * self._config.repeats
+        if total > _MOST_JUDGMENTS:
+            raise RequestError(
+                f"got a request that needs {total} judgments, wanted at most {_MOST_JUDGMENTS}. "
+                "Send fewer rows per request, or set judge.pairs=circular",
+                FailureKind.too_large,
+            )
+
+    def _list_tasks(
+        self, numbers: Sequence[int], failures: dict[int, RequestError]
+    ) -> Iterable[tuple[int, ...]]:
+        """List the samples of each judgment, for samples with the same prompt."""
+        if self._config.task is JudgeTask.rating:
+            return [(number,) for number in numbers]
+        if len(numbers) == 1:
+            reason = (
+                "a pairwise judge compares two or more responses to the same prompt in a request, "
+                "and this is the only one. Set judge.task=rating"
+            )
+            failures[numbers[0]] = RequestError(reason, FailureKind.bad_request)
+            return []
+        if self._config.pairs is JudgePairs.all_pairs:
+            return combinations(numbers, 2)
+        return zip(numbers, [*numbers[1:], numbers[0]], strict=True)
+
+    async def _judge(self, samples: Sequence[Text], task: tuple[int, ...]) -> Verdict | str:
+        """Return the verdict on the samples of a task, or why there is none."""
+        responses = [messages_of(samples[number])[-1] for number in task]
+        judging = self._client.judge(prompt_of(samples[task[0]]), responses)
+        try:
+            return await asyncio.wait_for(judging, self._timeout_s)
+        except JudgeError as error:
+            return one_line(error)
+        except asyncio.TimeoutError:
+            return f"no verdict within {self._timeout_s:g} s (gateway.timeout_s)"
+
+    def _collect(
+        self,
+        tasks: Sequence[tuple[int, ...]],
+        outcomes: Sequence[Verdict | str],
+        scores: PartScores,
+    ) -> None:
+        """Set the mean score of each sample; a sample with a failed judgment gets none.
+
+        The mean of the remaining judgments would compare the sample with other responses than the
+        rest of its group.
+        """
+        rewards: dict[int, list[float]] = defaultdict(list)
+        for index, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
+            if isinstance(outcome, str):
+                for number in task:
+                    failure = RequestError(outcome, FailureKind.unreachable)
+                    scores.failures.setdefault(number, failure)
+                continue
+            for number, reward in zip(task, outcome.rewards, strict=True):
+                rewards[number].append(reward)
+            if len(task) == 2:
+                judge = index % self._config.repeats
+                scores.comparisons.append(_describe_comparison(task, outcome, judge))
+        for number, values in rewards.items():
+            if number not in scores.failures:
+                scores.values[number] = sum(values) / len(values)
+
+
+def _describe_comparison(task: tuple[int, ...], verdict: Verdict, judge: int) -> dict[str, float]:
+    return {
+        "response_i": task[0],
+        "response_j": task[1],
+        "judge_idx": judge,
+        "score_1": verdict.scores[0],
+        "score_2": verdict.scores[1],
+        "ranking": verdict.ranking,
+    }
+
+
+Function = Callable[[list[dict[str, Any]]], Sequence[float | None]]
+
+
+class FunctionPart:
+    """Scores samples by a Python function, in a thread and with a time limit.
+
+    The function gets a list of ``{"messages": [...]}`` (with ``tools`` and ``documents`` if there
+    are any) and ``{"text": ...}``. It returns a number for each; None or NaN means no score.
+    """
+
+    def __init__(self, name: str, location: str, timeout_s: float) -> None:
+        """Import the function at ``location``, ``package.module:function``.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        self.name = name
+        self.rules = location
+        self._function = load_function(name, location)
+        self._counts: Counter[str] = Counter(function_calls=0, function_failures=0, masked_rows=0)
+        message = f"no answer within {timeout_s:g} s (function_timeout_s)"
+        self._threads = TimedThreads(_FUNCTION_THREADS, name, timeout_s, message)
+
+    async def score(self, samples: Sequence[Text]) -> PartScores:
+        """Score samples in one call of the function."""
+        if not samples:
+            return PartScores(np.zeros(0))
+        self._counts["function_calls"] += 1
+        arguments = [_as_record(sample) for sample in samples]
+        try:
+            answer = await self._threads.run(lambda run_step: run_step(self._function, arguments))
+            values = _read_values(answer, len(samples))
+        except Exception as error:
+            self._counts["function_failures"] += 1
+            text = one_line(error) if isinstance(error, ServingError) else one_line(repr(error))
+            reasons = dict.fromkeys(range(len(samples)), text)
+            values = np.full(len(samples), np.nan)
+        else:
+            missing = np.flatnonzero(~np.isfinite(values))
+            reasons = {int(number): "the function returned no number" for number in missing}
+            values[missing] = np.nan
+        self._counts["masked_rows"] += len(reasons)
+        failures = {
+            number: RequestError(reason, FailureKind.unreachable)
+            for number, reason in reasons.items()
+        }
+        return PartScores(values, failures)
+
+    async def probe(self) -> dict[str, str | None]:
+        return {str(self.rules): None}
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return {str(self.rules): {name: float(count) for name, count in self._counts.items()}}
+
+    async def close(self) -> None:
+        self._threads.close()
+
+
+def load_function(name: str, location: str) -> Function:
+    """Import ``package.module:function``.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    module, _, attribute = location.partition(":")
+    key = f"functions.{name}: {location}"
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ConfigError(
+            f"{key}: it cannot be imported: {one_line(error)}. Check the name, and that the "
+            "module is installed or its folder is in PYTHONPATH"
+        ) from error
+    if not callable(function) or asyncio.iscoroutinefunction(function):
+        raise ConfigError(f"{key}: got {shown(function)}, wanted a function that is not async")
+    return function  # type: ignore[no-any-return]
+
+
+def _as_record(sample: Text) -> dict[str, Any]:
+    if isinstance(sample, str):
+        return {"text": sample}
+    content = deepcopy(as_json(sample))  # the function may change it
+    return content if isinstance(content, dict) else {"messages": content}
+
+
+def _read_values(answer: Any, num_samples: int) -> np.ndarray:
+    """Convert a function's answer to ``[N]`` float64; NaN for None.
+
+    Raises:
+        ServingError: the answer is not a list of N numbers.
+    """
+    try:
+        values = np.array([math.nan if value is None else float(value) for value in answer])
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"the function returned {shown(answer)}, wanted a list of numbers"
+        raise ServingError(text) from error
+    if len(values) != num_samples:
+        raise ServingError(
+            f"the function returned {len(values)} numbers, wanted one for each of {num_samples} "
+            "samples"
+        )
+    return values

@@ -1,0 +1,194 @@
+"""The client of a judge: its messages, verdicts, retries and counts, with a fake judge."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
+from nemo_aligner.serving.client import judge
+from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict, parse_verdict
+from tests.serving.fake_judge import FakeJudge
+
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+BOXED = """[The Begin of Individual Scores]\n\\boxed{{{scores}}}\n[The End of Individual Scores]
+[The Begin of Ranking Score]\n\\boxed{{{rank}}}\n[The End of Ranking Score]"""
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.01)
+
+
+def reply(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def judged(
+    fake: FakeJudge, *texts: str, token: str | None = None, **settings: Any
+) -> tuple[Verdict | JudgeError, JudgeClient]:
+    async def run() -> tuple[Verdict | JudgeError, JudgeClient]:
+        async with fake.running():
+            client = JudgeClient(JudgeConfig(url=fake.url, model="j", **settings), token)
+            try:
+                return await client.judge(PROMPT, [reply(text) for text in texts]), client
+            except JudgeError as error:
+                return error, client
+            finally:
+                await client.aclose()
+
+    return asyncio.run(run())
+
+
+def test_messages_have_the_roles_of_genrm_or_one_instruction() -> None:
+    fake = FakeJudge()
+    outcome, client = judged(fake, "b 4", "a 2", token="s3cret", principle="Be kind.")
+    assert outcome == Verdict((4.0, 2.0), 2.0)
+    (body,), (headers,) = fake.requests, fake.headers
+    assert body["messages"] == [
+        *PROMPT,
+        {"role": "principle", "content": "Be kind."},
+        {"role": "response_1", "content": "b 4"},
+        {"role": "response_2", "content": "a 2"},
+    ]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("j", 0.6, 16384)
+    assert headers["Authorization"] == "Bearer s3cret"
+    assert client.counts.pop("judge_seconds") > 0
+    assert client.counts == {
+        "judge_calls": 1,
+        "judge_prompt_tokens": 10,
+        "judge_completion_tokens": 3,
+    }
+    for texts, shown in ((("b 4", "a 2"), "ranking"), (("b 4",), "score_1")):
+        fake = FakeJudge()
+        outcome, _ = judged(fake, *texts, prompt=JudgePrompt.plain, principle="Be kind.")
+        assert isinstance(outcome, Verdict)
+        assert outcome.scores[0] == 4
+        (message,) = fake.requests[0]["messages"]
+        assert message["role"] == "user"
+        for text in (*texts, "user: Why?", "Be kind.", shown):
+            assert text in message["content"]
+        assert ("ranking" in message["content"]) == (len(texts) == 2)
+
+
+def test_judge_sees_tool_calls_of_a_response_and_not_its_reasoning() -> None:
+    fake = FakeJudge()
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 3}}}]
+
+    async def run() -> None:
+        async with fake.running():
+            client = JudgeClient(JudgeConfig(url=fake.url, model="j"))
+            response = reply("", tool_calls=calls, reasoning_content="hidden 5")
+            assert (await client.judge(PROMPT, [response])).scores == (3.0,)
+            await client.judge(PROMPT, [reply("1", reasoning_content="hidden 5")])
+            await client.aclose()
+
+    asyncio.run(run())
+    texts = [body["messages"][-1]["content"] for body in fake.requests]
+    assert texts == ['{"name": "f", "arguments": {"x": 3}}', "1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "words"),
+    [
+        ("slow", "judge_slow", "no answer within 0.2 s (judge.timeout_s)"),
+        ("malformed", "judge_malformed", "its answer has no scores: 'Both are fine.'"),
+        ("outside", "judge_malformed", "its answer has no scores"),
+        ("cut", "judge_malformed", "its answer has no scores"),
+        ("nothing", "judge_malformed", "its answer is no chat completion"),
+        ("html", "judge_malformed", "its answer is no chat completion: '<html>'"),
+        ("endless", "judge_malformed", "its answer has more than 8388608 bytes"),
+        ("refuses", "judge_refusals", "it refuses to answer: I will not"),
+        ("filtered", "judge_refusals", "it refuses to answer: content_filter"),
+        ("dies", "judge_unreachable", "the connection was lost"),
+        ("broken", "judge_unreachable", "it answers HTTP 500: 'no'"),
+        ("busy", "judge_unreachable", "it answers HTTP 429"),
+    ],
+)
+def test_each_failure_is_tried_again_and_counted(mode: str, count: str, words: str) -> None:
+    timeout_s = 5.0 if mode == "endless" else 0.2
+    settings = {"timeout_s": timeout_s, "retries": 1}
+    outcome, client = judged(FakeJudge(failures=1), f"{mode} 4", "2", **settings)
+    assert outcome == Verdict((4.0, 2.0), 2.0)
+    assert (client.counts["judge_calls"], client.counts[count]) == (2, 1)
+    if mode == "endless":
+        return
+    outcome, client = judged(FakeJudge(), f"{mode} 4", "2", **settings)
+    assert isinstance(outcome, JudgeError)
+    assert words in str(outcome)
+    assert (client.counts["judge_calls"], client.counts[count]) == (2, 2)
+
+
+def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> None:
+    outcome, client = judged(FakeJudge(), "forbidden 4", "2")
+    assert isinstance(outcome, JudgeError)
+    assert "it answers HTTP 401: 'no'" in str(outcome)
+    assert (client.counts["judge_calls"], client.counts["judge_rejected"]) == (1, 1)
+
+    async def probe() -> list[str | None]:
+        fake = FakeJudge()
+        states = []
+        async with fake.running():
+            client = JudgeClient(JudgeConfig(url=fake.url, model="j", retries=1))
+            states.append(await client.probe())
+        with pytest.raises(JudgeError, match="connection refused"):
+            await client.judge(PROMPT, [reply("1")])
+        states.append(await client.probe())
+        await client.aclose()
+        return states
+
+    assert asyncio.run(probe()) == [None, "connection refused: no server listens there"]
+
+
+def test_concurrent_requests_are_limited_and_a_pause_frees_a_slot() -> None:
+    fake = FakeJudge(failures=1)
+    fake.pause_s = 0.02
+
+    async def run() -> float:
+        async with fake.running():
+            config = JudgeConfig(url=fake.url, model="j", max_connections=3)
+            client = JudgeClient(config)
+            begun = time.monotonic()
+            texts = ["broken 1", *["1"] * 11]
+            await asyncio.gather(*(client.judge(PROMPT, [reply(text)]) for text in texts))
+            await client.aclose()
+            return time.monotonic() - begun
+
+    assert asyncio.run(run()) < 5
+    assert (fake.most_open, len(fake.requests)) == (3, 13)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('{"score_1": 4, "score_2": "3", "ranking": 2}', Verdict((4.0, 3.0), 2.0)),
+        ('{"score_1": 4, "score_2": 3}', Verdict((4.0, 3.0), 3.5)),
+        ('First {"score_1": 1, "score_2": 1}, then {"score_1": 2, "score_2": 5}.', (2.0, 5.0)),
+        ('{"overall": {"score_1": 2, "score_2": 5}, "rubric": [{"score_1": 1}]}', (2.0, 5.0)),
+        ('{"rubric": {"score_1": 1, "score_2": 1}} {"x": 1}', None),
+        (BOXED.format(scores="4, 2", rank=2), Verdict((4.0, 2.0), 2.0)),
+        (BOXED.format(scores="4", rank=2), None),
+        ('{"score_1": true, "score_2": 3}', None),
+        ('{"score_1": NaN, "score_2": 3}', None),
+        ('{"score_1": 4, "score_2": 3, "ranking": 7}', None),
+        ('{"score_1": 4}', None),
+        ("{" * 100_000, None),
+        ('{"a":' * 20_000, None),
+        ("", None),
+    ],
+)
+def test_verdict_is_the_last_valid_object_or_boxed_scores(text: str, verdict: Any) -> None:
+    expected = Verdict(verdict) if isinstance(verdict, tuple) else verdict
+    assert parse_verdict(text, 2) == expected
+
+
+def test_one_response_has_one_score_and_a_tie_is_broken_by_the_ranking() -> None:
+    for text in ('{"score": 4}', '{"score_1": 4}', BOXED.format(scores="4", rank="")):
+        assert parse_verdict(text, 1) == Verdict((4.0,))
+    assert Verdict((3.0, 3.0), 2.0).rewards == (4.5, 1.5)
+    assert Verdict((3.0, 3.0), 6.0).rewards == (0.5, 5.5)
+    assert Verdict((4.0, 3.0), 6.0).rewards == (4.0, 3.0)
