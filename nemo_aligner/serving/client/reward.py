@@ -41,7 +41,8 @@ class RewardClient(ServerClient[ServerPool]):
     """Scores samples on reward model servers.
 
     A sample is a raw text or a conversation: a list of messages, or a ``Conversation``, which also
-    has tools, documents and a principle. The server writes conversations in the model's chat template.
+    has tools, documents and a principle. The server writes conversations in the model's chat
+    template.
 
     A call is split into requests, which are sent concurrently, each to the least busy server. A
     server that is gone gets no requests for a while, and is tried again later. The client is safe
@@ -125,7 +126,9 @@ class RewardClient(ServerClient[ServerPool]):
 
         ``principle`` is the principle of all samples, or a list with an entry for each: a string,
         None, or a list of K strings, with which the sample becomes K samples. All methods that take
-        ``texts`` have this argument. With ``on_error="nan"``, a sample that the server rejects gets NaN, and a warning is logged;
+        ``texts`` have this argument.
+
+        With ``on_error="nan"``, a sample that the server rejects gets NaN, and a warning is logged;
         ``score_rows`` also returns the reasons.
 
         Raises:

@@ -51,8 +51,8 @@ _SHAPED = ("raw_rewards", "deviation")
 _OUTPUTS = ("spread", "outputs")
 
 
-# A list of messages, or an object with messages, tools, documents and a principle. pydantic does not validate
-# it, because ``read_text`` describes errors better.
+# A list of messages, or an object with messages, tools, documents and a principle. pydantic does
+# not validate it, because ``read_text`` describes errors better.
 RewardConversation = Annotated[
     Any,
     WithJsonSchema(
