@@ -21,10 +21,9 @@ PRINCIPLES = ("names red", "names blue")
 SETTINGS = {
     "model.optim.lr": 3e-3,
     "model.optim.sched.warmup_steps": 2,
-    "model.global_batch_size": 40,
+    "model.global_batch_size": 20,
     "model.micro_batch_tokens": 4096,
     "model.data.seq_length": 96,
-    "trainer.rm.max_epochs": 4,
     "exp_manager.create_tensorboard_logger": False,
 }
 
@@ -42,13 +41,16 @@ def draw_pairs(count: int, seed: int, principle: bool = True) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Archives of a model with principles, and of one without."""
     folder = tmp_path_factory.mktemp("principles")
+    base = tiny.write_base_nemo(folder / "base.nemo", num_hidden_layers=2)
     for principle in (True, False):
-        settings = {"model.data.principle_template": "It {principle}?"} if principle else {}
-        records, output = draw_pairs(300, 0, principle), folder / str(principle)
-        nemo_aligner.train(base, records, output=output, **SETTINGS, **settings)
+        settings: dict[str, Any] = {**SETTINGS, "trainer.rm.max_epochs": 4 if principle else 1}
+        if principle:
+            settings["model.data.principle_template"] = "It {principle}?"
+        records, output = draw_pairs(120, 0, principle), folder / str(principle)
+        nemo_aligner.train(base, records, output=output, **settings)
     release_models()
     name = "checkpoints/megatron_gpt.nemo"
     return {principle: folder / str(principle) / name for principle in (True, False)}
