@@ -76,6 +76,30 @@ RewardConversation = Annotated[
 ]
 
 
+# ``add_principles`` checks it: pydantic would report a bad entry once for each type of the union.
+RewardPrinciple = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {"type": "array", "items": {"type": "string"}},
+                            {"type": "null"},
+                        ]
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
 class RewardsRequest(Body, extra="forbid"):
     """A request with exactly one of ``texts``, ``conversations`` and ``tokens``."""
 
@@ -84,7 +108,7 @@ class RewardsRequest(Body, extra="forbid"):
     tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
-    principle: str | Rows[str | Rows[str] | None] | None = Field(
+    principle: RewardPrinciple = Field(
         None, description="principle of all conversations, or for each one, several, or null"
     )
 
@@ -167,7 +191,7 @@ def _list_conversations(body: RewardsRequest) -> list[Any]:
     conversations = body.conversations or []
     if body.principle is None:
         return conversations
-    if not isinstance(body.principle, str):
+    if isinstance(body.principle, list):
         counts = (len(entry) if isinstance(entry, list) else 1 for entry in body.principle)
         check_row_count(sum(counts))
     try:

@@ -49,7 +49,7 @@ def test_principle_that_does_not_fit_the_request_is_refused() -> None:
     wrong: list[tuple[Any, str]] = [
         ({**two, "principle": ["kind"]}, "principle: got .*one entry for each of the 2 samples"),
         ({**two, "principle": ["kind", []]}, "principle, row 1: got an empty list"),
-        ({**two, "principle": 1}, "principle: got 1, wanted a string or a list"),
+        ({**two, "principle": 1}, "principle: got 1, wanted a string, or a list"),
         ({"texts": ["a"], "principle": "kind"}, "principle: got a principle with texts"),
         ({"tokens": [[1]], "principle": "kind"}, "principle: got a principle with tokens"),
         ({**own, "principle": "true"}, "row 0: principle: got 'true' for a sample with the"),
