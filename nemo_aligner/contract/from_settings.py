@@ -77,13 +77,12 @@ def build_contract(
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
-        _check_principle(contract, tokenizer)
     elif kwargs:
         raise ConfigError(
             "model.data.chat_template_kwargs: got template variables, but there is no chat "
             "template. Set model.data.template, or omit them"
         )
-    return contract
+    return _check_principle(contract, tokenizer)
 
 
 def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContract:
@@ -180,14 +179,14 @@ def _choose_principle_template(
     return text
 
 
-def _check_principle(contract: ScoringContract, tokenizer: Tokenizer) -> None:
-    """Check that the chat template renders a question about a principle behind the reply.
+def _check_principle(contract: ScoringContract, tokenizer: Tokenizer) -> ScoringContract:
+    """Check that the chat template renders a question about a principle; return the contract.
 
     Raises:
         ConfigError: it rejects this turn of the user, or renders only a part of the sample.
     """
     if contract.principle_template is None:
-        return
+        return contract
     try:
         contract.tokenize(tokenizer, [Conversation(PROBE, principle="a principle")])
     except DataError as error:
@@ -195,6 +194,7 @@ def _check_principle(contract: ScoringContract, tokenizer: Tokenizer) -> None:
             f"{PRINCIPLE_KEY}: the chat template cannot write a principle behind the reply: "
             f"{error}. Set model.data.template=chatml, for example"
         ) from error
+    return contract
 
 
 def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, name: str) -> bool:

@@ -61,7 +61,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 _CONTEXT_KEYS = ("tools", "documents")
-_KEYS_BESIDES_MESSAGES = (*_CONTEXT_KEYS, "principle")
+_KEYS_NEXT_TO_MESSAGES = (*_CONTEXT_KEYS, "principle")
 _STRUCT_KEYS = ("tools", "tool_calls")
 _MAX_SHOWN = 60
 _MAX_DEPTH = 64
@@ -161,10 +161,10 @@ def as_json(text: Messages | Conversation) -> Any:
     """
     if not isinstance(text, Conversation):
         return text
-    others = {name: getattr(text, name) for name in _KEYS_BESIDES_MESSAGES}
+    context = {name: getattr(text, name) for name in _KEYS_NEXT_TO_MESSAGES}
     return {
         "messages": text.messages,
-        **{name: value for name, value in others.items() if value},
+        **{name: value for name, value in context.items() if value},
     }
 
 
@@ -238,13 +238,13 @@ def read_text(value: Any) -> Text:
     if isinstance(value, list):
         return _check_reply(read_messages(value))
     if isinstance(value, Conversation):
-        value = {name: getattr(value, name) for name in ("messages", *_KEYS_BESIDES_MESSAGES)}
+        value = {name: getattr(value, name) for name in ("messages", *_KEYS_NEXT_TO_MESSAGES)}
     if not isinstance(value, Mapping) or "messages" not in value:
         raise DataError(
             f"got {_show_value(value)}, wanted a sample: a string, or a list of messages with role "
             "and content"
         )
-    known_keys = ("messages", *_KEYS_BESIDES_MESSAGES)
+    known_keys = ("messages", *_KEYS_NEXT_TO_MESSAGES)
     unknown_keys = [key for key in value if key not in known_keys]
     if unknown_keys:
         raise DataError(f"got the key {unknown_keys[0]!r:.60}, wanted only {', '.join(known_keys)}")
