@@ -136,7 +136,7 @@ class DataConfig:
     )
     keep_index: bool = setting(True, "cache the tokens of data files on disk for the next start")
     principle_template: str | None = setting(
-        None, "question about a record's {principle} behind the reply, or rlbff; '': without"
+        None, "question behind the reply with {principle}, or rlbff; '': no principles"
     )
 
     def __post_init__(self) -> None:

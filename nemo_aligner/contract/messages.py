@@ -247,7 +247,7 @@ def read_text(value: Any) -> Text:
     known_keys = ("messages", *_KEYS_NEXT_TO_MESSAGES)
     unknown_keys = [key for key in value if key not in known_keys]
     if unknown_keys:
-        raise DataError(f"got the key {unknown_keys[0]!r:.60}, wanted only {', '.join(known_keys)}")
+        raise DataError(f"got the key {unknown_keys[0]!r:.60}, wanted {', '.join(known_keys)} only")
     if not isinstance(value["messages"], list):
         raise DataError(
             f"messages: got {_show_value(value['messages'])}, wanted a list of messages"
