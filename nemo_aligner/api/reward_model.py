@@ -21,6 +21,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import idle_notes, idle_settings, load_settings
 from nemo_aligner.contract.messages import check_texts
+from nemo_aligner.contract.principles import add_principles
 from nemo_aligner.contract.scorer import check_on_error
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from nemo_aligner.checkpoint.hf.export import ExportSummary
     from nemo_aligner.contract.contract import ScoringContract
     from nemo_aligner.contract.messages import Text
+    from nemo_aligner.contract.principles import Principles
     from nemo_aligner.contract.scorer import ScoredRows, StepRewards
     from nemo_aligner.distributed.layout import ParallelLayout
     from nemo_aligner.evaluation.run import Evaluation
@@ -145,6 +147,7 @@ class RewardModel:
         *,
         on_error: Literal["raise", "nan"] = "raise",
         steps: Literal[False] = False,
+        principle: Principles = None,
     ) -> np.ndarray: ...
 
     @overload
@@ -156,16 +159,21 @@ class RewardModel:
         *,
         on_error: Literal["raise", "nan"] = "raise",
         steps: bool = False,
+        principle: Principles = None,
     ) -> np.ndarray | list[StepRewards]:
         """Score N samples.
 
         Args:
             texts: the samples. A string is raw text and scored verbatim. A list of messages
                 (``role`` and ``content``, the reply last), a ``Conversation``, or a dict with
-                ``messages``, ``tools`` and ``documents`` is rendered by the model's chat template.
+                ``messages``, ``tools``, ``documents`` and ``principle`` is rendered by the model's
+                chat template.
             on_error: ``raise`` raises DataError for a sample that the contract rejects; ``nan``
                 gives it the reward NaN, as the client of a server does.
             steps: return the rewards of every turn or step, for a model that has them.
+            principle: the principle of all samples, or a list with an entry for each: a string,
+                None, or a list of K strings. A sample with K principles has K rewards, one after
+                the other, and the K samples count in N.
 
         Returns:
             Rewards ``[N, A]`` float32, a column for each of ``attributes``. With ``steps``, a list
@@ -187,20 +195,23 @@ class RewardModel:
                 f"steps: {self.name} has only one reward for each sample; wanted a model that was "
                 "trained with model.head.reads=turns or step_ends, for example"
             )
-        scored = source.scorer.score_rows(check_texts(texts), on_error=on_error).check_finite()
+        samples = add_principles(check_texts(texts), principle)
+        scored = source.scorer.score_rows(samples, on_error=on_error).check_finite()
         return scored.rewards if scored.steps is None or not steps else scored.steps.tolist()
 
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+    def score_rows(self, texts: Sequence[Text], *, principle: Principles = None) -> ScoredRows:
         """Score N samples, and return rewards, errors and more about each: see ``ScoredRows``.
 
         A sample that the contract rejects gets the reward NaN, and ``errors`` has the reason.
-        ``RewardClient.score_rows`` returns the same from a server.
+        ``RewardClient.score_rows`` returns the same from a server. ``principle`` is that of
+        ``score``.
 
         Raises:
             ServingError: the model's reward of a sample is not a finite number.
             TypeError: ``texts`` is one sample instead of a list.
         """
-        return self._source().scorer.score_rows(check_texts(texts)).check_finite()
+        samples = add_principles(check_texts(texts), principle)
+        return self._source().scorer.score_rows(samples).check_finite()
 
     def evaluate(
         self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any

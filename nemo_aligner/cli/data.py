@@ -168,6 +168,9 @@ def inspect_parser() -> Parser:
         help="as model.head.reads (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--step-separator", metavar="TEXT", help="as model.data.step_separator")
+    parser.add_argument(
+        "--principle-template", metavar="TEXT", help="as model.data.principle_template"
+    )
     return parser
 
 
@@ -185,6 +188,7 @@ def run_inspect(options: argparse.Namespace) -> int:
             overlong=Overlong(options.overlong),
             template=options.template,
             step_separator=options.step_separator,
+            principle_template=options.principle_template,
         )
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
@@ -199,6 +203,11 @@ def run_inspect(options: argparse.Namespace) -> int:
                 f"reads={contract.scored_position} and step_separator="
                 f"{contract.step_separator!r}, but --reads or --step-separator has another value. "
                 "Omit both options, or pass the tokenizer of a base model"
+            )
+        if not is_built and options.principle_template is not None:
+            raise ConfigError(
+                f"--principle-template: {options.tokenizer} is a reward model, whose scoring "
+                "contract is used. Omit the option, or pass the tokenizer of a base model"
             )
         rules = tokenizer, contract
         # A trained model has another hash, because the hash also covers precision, objective and

@@ -77,9 +77,10 @@ TRL_FORMAT = "trl"
 class DataConfig:
     """Data files, and the rules by which samples become token ids (see ``ScoringContract``).
 
-    A null ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` takes the value of the
-    reward model that training starts from. If training starts from a base model, the value of the
-    tokenizer is taken. Exception: with ``format: trl`` a null ``add_eos`` is true.
+    A null ``template``, ``chat_template_kwargs``, ``add_bos``, ``add_eos`` or
+    ``principle_template`` takes the value of the reward model that training starts from. If
+    training starts from a base model, the value of the tokenizer is taken, which has no
+    ``principle_template``. Exception: with ``format: trl`` a null ``add_eos`` is true.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
@@ -136,6 +137,9 @@ class DataConfig:
         None, "folder for cached tokens; null: next to data files of 4 MiB or more"
     )
     keep_index: bool = setting(True, "cache the tokens of data files on disk for the next start")
+    principle_template: str | None = setting(
+        None, "question behind the reply with {principle}, or rlbff; '': no principles"
+    )
 
     def __post_init__(self) -> None:
         with Checks("model.data", self) as checks:

@@ -5,7 +5,8 @@ A sample takes this path, in training, evaluation and serving alike:
 1. ``messages.py``: a raw text or conversation from outside gets its normal form.
 2. ``template_check.py``: is everything in it rendered by the chat template? ``turns.py``: does a
    message contain the template's own turn markers? ``steps.py``: where are its steps?
-3. ``templates.py``: the chat template renders it to text.
+3. ``templates.py``: the chat template renders it to text; ``principles.py``: so it does with the
+   principle by which the reply is rewarded.
 4. ``tokenizer.py``: text to token ids; ``bulk_encoding.py`` does so for whole data sets.
 5. ``contract.py``: ``ScoringContract`` does steps 1 to 4, adds BOS and EOS and applies the length
    rule. ``text_encoder.py`` binds it to a tokenizer.

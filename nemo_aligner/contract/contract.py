@@ -5,10 +5,11 @@ so these rules are never configured a second time.
 
 Conversations are rendered by the chat template. It writes BOS and the end-of-turn tokens, too, so
 ``add_bos`` and ``add_eos`` do not apply. The template gets the messages in their normal form
-(``messages.py``), tools and documents, and the contract's ``chat_template_kwargs``. A conversation
-with a part that the template does not render is rejected (``template_check.py``), and so is a
-message that contains the template's own turn markers (``turns.py``). The last token scored is
-whatever the template ends with, such as a newline behind the end-of-turn token.
+(``messages.py``), tools and documents, and the contract's ``chat_template_kwargs``. A principle
+follows the reply as a turn of the user (``principles.py``). A conversation with a part that the
+template does not render is rejected (``template_check.py``), and so is a message that contains the
+template's own turn markers (``turns.py``). The last token scored is whatever the template ends
+with, such as a newline behind the end-of-turn token.
 
 Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS in front of a text that does not
 begin with it, and ``add_eos`` puts EOS behind a text that does not end with it. If the settings
@@ -71,6 +72,7 @@ _LATER = (
     "reward_token_id",
     "step_separator",
     "aggregate",
+    "principle_template",
 )
 
 
@@ -127,6 +129,7 @@ class ScoringContract:
         step_separator: string between the steps of a reply, for a model that scores steps.
         aggregate: an ``Aggregate`` value that combines the rewards of a sample's turns or steps;
             None takes the reward of the last turn or step.
+        principle_template: text about a sample's principle (``principles.py``); None rejects them.
     """
 
     template: str
@@ -153,6 +156,7 @@ class ScoringContract:
     reward_token_id: int | None = None
     step_separator: str | None = None
     aggregate: str | None = None
+    principle_template: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -349,11 +353,9 @@ class ScoringContract:
         Args:
             measured_on: the data that they were measured on.
         """
+        means, stds = tuple(mean), tuple(std)
         return dataclasses.replace(
-            self,
-            reward_mean=tuple(mean),
-            reward_std=tuple(std),
-            measured_on=measured_on,
+            self, reward_mean=means, reward_std=stds, measured_on=measured_on
         )
 
     def encode(self, tokenizer: Tokenizer, text: Text) -> EncodedText:
@@ -568,7 +570,8 @@ class ScoringContract:
                 "the sample is a conversation, and there is no chat template to render it; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
-        return write_conversation(self.template, text, tokenizer, self.template_kwargs)
+        rules = (self.template_kwargs, self.principle_template)
+        return write_conversation(self.template, text, tokenizer, *rules)
 
     def _render_with_reply(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
         rendered = self._render(tokenizer, text)

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RewardModelType
 from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.principles import is_principle_template
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
@@ -42,6 +43,14 @@ def check_fields(contract: Any) -> None:
             f"scoring contract: step_separator: got {shown(contract.step_separator)} with "
             f"scored_position {contract.scored_position}, wanted a separator if scored_position is "
             f"one of {', '.join(SEPARATED)}, else null"
+        )
+    reads_last = contract.scored_position == ScoredPosition.last_token.value
+    if contract.principle_template is not None and not (reads_last and contract.template):
+        raise DataError(
+            "scoring contract: principle_template: got a text with scored_position "
+            f"{contract.scored_position} and {'a' if contract.template else 'no'} chat template, "
+            f"wanted scored_position {ScoredPosition.last_token.value} and a chat template: the "
+            "reward for a principle is read behind the question that follows the reply"
         )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
@@ -153,6 +162,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aggregate": (
         lambda value: value is None or value in _AGGREGATES,
         f"{', '.join(_AGGREGATES)} or null",
+    ),
+    "principle_template": (
+        lambda value: value is None or (is_text(value) and is_principle_template(value)),
+        "a text with {principle} once, or null",
     ),
     "reply_marker": (
         lambda value: value is None or (_are_token_ids(value) and len(value) > 0),

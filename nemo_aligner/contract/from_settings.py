@@ -13,13 +13,15 @@ from typing import Any
 from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
 from nemo_aligner.config.model import TRL_FORMAT, DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.principles import PRINCIPLE_KEY, resolve_principle_template
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.contract.steps import SEPARATED
 from nemo_aligner.contract.template_check import check_template, freeze_date
-from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
+from nemo_aligner.contract.templates import PROBE, canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 
 
 def build_contract(
@@ -71,6 +73,7 @@ def build_contract(
         chat_template_kwargs=kwargs or None,
         reward_token_id=None if start is None else start.reward_token_id,
         step_separator=_choose_step_separator(data, reads, start),
+        principle_template=_choose_principle_template(data, reads, template, start),
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
@@ -79,7 +82,7 @@ def build_contract(
             "model.data.chat_template_kwargs: got template variables, but there is no chat "
             "template. Set model.data.template, or omit them"
         )
-    return contract
+    return _check_principle(contract, tokenizer)
 
 
 def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContract:
@@ -151,6 +154,49 @@ def _choose_step_separator(
     return separator or start_separator or "\n\n"
 
 
+def _choose_principle_template(
+    data: DataConfig, reads: ScoredPosition, template: str, start: ScoringContract | None
+) -> str | None:
+    """Return the text about a sample's principle: that of the settings or, if null, of ``start``.
+
+    Args:
+        reads: where rewards are read.
+        template: the chat template; empty if there is none.
+    """
+    if data.principle_template is None:
+        return None if start is None else start.principle_template
+    text = resolve_principle_template(data.principle_template)
+    if text is not None and reads is not ScoredPosition.last_token:
+        raise ConfigError(
+            f"{PRINCIPLE_KEY}: got a text with model.head.reads={reads.value}. Set "
+            "model.head.reads=last_token: the principle follows the reply"
+        )
+    if text is not None and not template:
+        raise ConfigError(
+            f"{PRINCIPLE_KEY}: got a text, but there is no chat template to write it with. Set "
+            "model.data.template"
+        )
+    return text
+
+
+def _check_principle(contract: ScoringContract, tokenizer: Tokenizer) -> ScoringContract:
+    """Check that the chat template renders a question about a principle; return the contract.
+
+    Raises:
+        ConfigError: it rejects this turn of the user, or renders only a part of the sample.
+    """
+    if contract.principle_template is None:
+        return contract
+    try:
+        contract.tokenize(tokenizer, [Conversation(PROBE, principle="a principle")])
+    except DataError as error:
+        raise ConfigError(
+            f"{PRINCIPLE_KEY}: the chat template cannot write a principle behind the reply: "
+            f"{error}. Set model.data.template=chatml, for example"
+        ) from error
+    return contract
+
+
 def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, name: str) -> bool:
     """Return whether BOS or EOS is added: ``setting`` or, if it is null, ``default``.
 
@@ -186,6 +232,7 @@ _SETTINGS = {
     "step_separator": "model.data.step_separator",
     "aggregate": "model.objective_kwargs.aggregate",
     "reward_model_type": "model.reward_model_type",
+    "principle_template": PRINCIPLE_KEY,
 }
 _SHOWN_CHARACTERS = 40
 # Fields that describe the head. The first tuple has those that come from the settings, the second

@@ -39,12 +39,17 @@ Messages: TypeAlias = list[Message]
 class Conversation:
     """Messages together with the tools and documents that the model was given.
 
-    A conversation without tools and documents is the same as its bare list of messages.
+    A conversation with messages only is the same as its bare list of messages.
+
+    Attributes:
+        principle: the principle by which the reply is rewarded, such as "correctness"; None if
+            there is none. ``principles.py`` says how it becomes a part of the sample.
     """
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
+    principle: str | None = None
 
 
 Text: TypeAlias = str | Messages | Conversation
@@ -56,6 +61,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 _CONTEXT_KEYS = ("tools", "documents")
+_KEYS_NEXT_TO_MESSAGES = (*_CONTEXT_KEYS, "principle")
 _STRUCT_KEYS = ("tools", "tool_calls")
 _MAX_SHOWN = 60
 _MAX_DEPTH = 64
@@ -150,15 +156,15 @@ def joined_content(content: Any) -> str:
 def as_json(text: Messages | Conversation) -> Any:
     """Return a conversation as JSON values.
 
-    The result is a list of messages. If there are tools or documents, it is an object with
-    ``messages``, and with ``tools`` or ``documents`` or both.
+    The result is a list of messages. If there are tools, documents or a principle, it is an object
+    with ``messages``, and with each of ``tools``, ``documents`` and ``principle`` that there is.
     """
     if not isinstance(text, Conversation):
         return text
-    context = {name: getattr(text, name) for name in _CONTEXT_KEYS}
+    context = {name: getattr(text, name) for name in _KEYS_NEXT_TO_MESSAGES}
     return {
         "messages": text.messages,
-        **{name: objects for name, objects in context.items() if objects},
+        **{name: value for name, value in context.items() if value},
     }
 
 
@@ -180,7 +186,39 @@ def with_tools(text: Text, tools: Any, documents: Any = None) -> Text:
             f"{name}: got {name} with a raw text, which no chat template renders; "
             "wanted a conversation"
         )
-    return Conversation(messages_of(text), **context)
+    return Conversation(messages_of(text), **context, principle=principle_of(text))
+
+
+def principle_of(text: Text) -> str | None:
+    """Return the principle of a sample; None if it has none."""
+    return text.principle if isinstance(text, Conversation) else None
+
+
+def with_principle(text: Text, principle: Any) -> Text:
+    """Attach a principle to a sample in the normal form; null and blank strings are none.
+
+    Raises:
+        DataError: the principle is not a string, the sample has another one, or it is raw text.
+    """
+    if principle is None:
+        return text
+    if not isinstance(principle, str):
+        raise DataError(f"principle: got {_show_value(principle)}, wanted a string")
+    if not principle.strip():
+        return text
+    _check_unicode(principle, "principle: ")
+    if isinstance(text, str):
+        raise DataError(
+            "principle: got a principle with a raw text, which is scored verbatim; wanted a "
+            "conversation"
+        )
+    if principle_of(text) not in (None, principle):
+        raise DataError(
+            f"principle: got {_show_value(principle)} for a sample with the principle "
+            f"{_show_value(principle_of(text))}. Keep one of the two"
+        )
+    conversation = text if isinstance(text, Conversation) else Conversation(text)
+    return replace(conversation, principle=principle)
 
 
 def read_text(value: Any) -> Text:
@@ -189,7 +227,7 @@ def read_text(value: Any) -> Text:
     Args:
         value: a raw text, or a conversation that ends with the assistant's reply: a list of
             messages, a ``Conversation``, or a JSON object with ``messages`` and optionally
-            ``tools`` and ``documents``.
+            ``tools``, ``documents`` and ``principle``.
 
     Raises:
         DataError: the message names the key and the value. The caller adds the file and line.
@@ -200,24 +238,23 @@ def read_text(value: Any) -> Text:
     if isinstance(value, list):
         return _check_reply(read_messages(value))
     if isinstance(value, Conversation):
-        value = as_json(value) if value.tools or value.documents else {"messages": value.messages}
+        value = {name: getattr(value, name) for name in ("messages", *_KEYS_NEXT_TO_MESSAGES)}
     if not isinstance(value, Mapping) or "messages" not in value:
         raise DataError(
             f"got {_show_value(value)}, wanted a sample: a string, or a list of messages with role "
             "and content"
         )
-    unknown_keys = [key for key in value if key != "messages" and key not in _CONTEXT_KEYS]
+    known_keys = ("messages", *_KEYS_NEXT_TO_MESSAGES)
+    unknown_keys = [key for key in value if key not in known_keys]
     if unknown_keys:
-        raise DataError(
-            f"got the key {unknown_keys[0]!r:.60}, wanted messages, "
-            f"{' and '.join(_CONTEXT_KEYS)} only"
-        )
+        raise DataError(f"got the key {unknown_keys[0]!r:.60}, wanted {', '.join(known_keys)} only")
     if not isinstance(value["messages"], list):
         raise DataError(
             f"messages: got {_show_value(value['messages'])}, wanted a list of messages"
         )
     messages = _check_reply(read_messages(value["messages"]))
-    return with_tools(messages, value.get("tools"), value.get("documents"))
+    text = with_tools(messages, value.get("tools"), value.get("documents"))
+    return with_principle(text, value.get("principle"))
 
 
 def check_texts(texts: Iterable[Any]) -> list[Any]:

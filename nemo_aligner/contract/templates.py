@@ -451,16 +451,18 @@ def render(
     eos_token: str,
     kwargs: str = "",
     strftime_now: Callable[[str], str] | None = None,
+    for_answer: bool = False,
 ) -> str:
     """Render a conversation, reply included, by a chat template in Jinja's sandbox.
 
     The result is that of ``apply_chat_template(messages, tools=..., documents=..., **kwargs,
-    tokenize=False, add_generation_prompt=False)`` of Hugging Face transformers, but without today's
-    date (``check_template`` makes sure that templates do not depend on it).
+    tokenize=False, add_generation_prompt=for_answer)`` of Hugging Face transformers, but without
+    today's date (``check_template`` makes sure that templates do not depend on it).
 
     Args:
         kwargs: further variables as JSON; empty for none.
         strftime_now: the function that tells the date; only for trials.
+        for_answer: end with the start of the assistant's next turn, where the template has one.
 
     Raises:
         DataError: the template rejects the conversation, or is invalid.
@@ -475,7 +477,7 @@ def render(
             messages=messages_of(conversation),
             tools=tools,
             documents=documents,
-            add_generation_prompt=False,
+            add_generation_prompt=for_answer,
             bos_token=bos_token,
             eos_token=eos_token,
             **_parse_kwargs(kwargs),

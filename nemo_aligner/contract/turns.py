@@ -28,6 +28,11 @@ from nemo_aligner.contract.messages import (
     messages_of,
     walk_strings,
 )
+from nemo_aligner.contract.principles import (
+    ask_after_reply,
+    check_all_rendered,
+    write_question,
+)
 from nemo_aligner.contract.template_check import template_reading
 from nemo_aligner.contract.templates import (
     CallFrames,
@@ -141,8 +146,11 @@ class TurnMarks:
         """
         messages = messages_of(conversation)
         has_results = any(message["role"] == _TOOL for message in messages)
-        uses_no_tools = not isinstance(conversation, Conversation) and not has_results
-        if uses_no_tools and is_plain(messages):  # a fast path for most conversations
+        uses_tools = has_results
+        if isinstance(conversation, Conversation):
+            uses_tools |= bool(conversation.tools or conversation.documents)
+            self._check_string(conversation.principle or "", "principle", uses_tools=uses_tools)
+        if not uses_tools and is_plain(messages):  # a fast path for most conversations
             for number, message in enumerate(messages):
                 self._check_string(message["content"], f"messages[{number}].content")
             return
@@ -276,11 +284,13 @@ def write_conversation(
     conversation: Messages | Conversation,
     tokenizer: Tokenizer,
     kwargs: str = "",
+    principle_template: str | None = None,
 ) -> str:
     """Render a conversation in the normal form by a chat template, after all checks.
 
     Args:
         kwargs: the contract's ``chat_template_kwargs``, JSON or empty.
+        principle_template: the contract's text about a sample's principle; None rejects principles.
 
     Raises:
         TurnMarkError: a string of the conversation contains a mark of the template.
@@ -288,10 +298,15 @@ def write_conversation(
             invalid.
     """
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    question = write_question(conversation, principle_template)
     turn_marks(template, tokenizer, kwargs).check(conversation)
     origin = name_of(template) or "the tokenizer's own" * (template == tokenizer.chat_template)
     adapted = template_reading(template, bos, eos, kwargs, origin).adapt(conversation)
-    return render(template, adapted, bos, eos, kwargs)
+    if question is None:
+        return render(template, adapted, bos, eos, kwargs)
+    text = render(template, ask_after_reply(adapted, question), bos, eos, kwargs, for_answer=True)
+    check_all_rendered(messages_of(adapted)[-1], question, text)
+    return text
 
 
 # The end of a turn: what a chat template writes after a reply.

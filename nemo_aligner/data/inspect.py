@@ -13,7 +13,13 @@ import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, flatten_message, messages_of, prompt_of
+from nemo_aligner.contract.messages import (
+    Text,
+    flatten_message,
+    messages_of,
+    principle_of,
+    prompt_of,
+)
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
@@ -22,6 +28,7 @@ from nemo_aligner.data.records import (
     Comparison,
     Record,
     label_rows,
+    principle_key,
     short_hash,
     text_names,
     verdict_keys,
@@ -33,6 +40,7 @@ from nemo_aligner.data.report import (
     LengthSummary,
     Prompts,
     check_overlap,
+    count_principles,
     far_labels,
     find_contradicted,
     longer_chosen,
@@ -141,6 +149,9 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
             labels, [record.origin for record in file.records for _ in label_rows(record)]
         ),
         unread=file.unread,
+        principles=count_principles(
+            np.array([principle_key(record) for record in file.records], dtype=np.uint64)
+        ),
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)
@@ -188,6 +199,8 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     """
     if options.rules is None:
         turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
+        principle = principle_of(text)
+        turns += [] if principle is None else [f"principle: {principle}"]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
     tokenizer, contract = options.rules
     try:

@@ -348,8 +348,8 @@ class PromptWrapping:
         if self.raw is not None:
             if isinstance(text, Conversation):
                 raise DataError(
-                    "input_template cannot render tools or documents, and this conversation has "
-                    "them. Remove input_template, or the tools and documents"
+                    "input_template cannot render tools, documents or a principle, and this "
+                    "conversation has one of them. Remove input_template, or remove them"
                 )
             return _render_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):

@@ -28,6 +28,7 @@ from nemo_aligner.contract.messages import (
     Text,
     flatten_message,
     is_plain,
+    principle_of,
     question_of,
     without_struct_nulls,
 )
@@ -129,6 +130,24 @@ class Rating:
 
 
 Record: TypeAlias = Comparison | Rating
+
+
+def with_texts(record: Record, texts: Sequence[Text]) -> Record:
+    """Return a copy of a record with other samples, as many as it has."""
+    if isinstance(record, Rating):
+        return replace(record, response=texts[0])
+    return replace(record, texts=tuple(texts))
+
+
+def record_principle(record: Record) -> str:
+    """Return the principle of a record's samples, on one line; "" if they have none."""
+    return " ".join((principle_of(record.texts[0]) or "").split())
+
+
+def principle_key(record: Record) -> int:
+    """Hash the principle of a record to 64 bits; 0 if it has none."""
+    principle = record_principle(record)
+    return short_hash(principle.encode()) if principle else 0
 
 
 def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:

@@ -141,6 +141,15 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
+def count_principles(keys: np.ndarray) -> tuple[int, int]:
+    """Count the records with a principle, and the different principles.
+
+    ``keys [N]`` has the ``principle_key`` of each record.
+    """
+    present = keys[keys != 0]
+    return len(present), len(np.unique(present))
+
+
 # Lengths of replies, and how often the better reply of a pair is the longer one.
 
 
@@ -340,6 +349,7 @@ class FileSummary:
         malformed: the first malformed records.
         far_labels: outliers among the labels, the farthest first.
         unread: for each column that was not read, the number of lines that have it.
+        principles: number of records with a principle, and number of different principles.
     """
 
     path: str
@@ -355,6 +365,7 @@ class FileSummary:
     malformed: Sequence[MalformedRecord] = ()
     far_labels: Sequence[FarLabel] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
+    principles: tuple[int, int] = (0, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, without the path, as a file may be moved with its token cache."""
@@ -376,6 +387,7 @@ class FileSummary:
             "kind": RecordKind(values["kind"]),
             "lengths": _parse_lengths(values["lengths"]),
             "reply_lengths": _parse_lengths(values["reply_lengths"]),
+            "principles": tuple(values["principles"]),
             "labels": LabelSummary(*(tuple(values["labels"][name]) for name in _LABELS)),
             "prefixes": None if prefixes is None else PrefixSummary(**prefixes),
             "malformed": [
@@ -545,6 +557,8 @@ class FileReport:
             yield "label means", self._format_columns(labels.means)
             yield "labels from", self._format_columns(labels.lows)
             yield "labels to", self._format_columns(labels.highs)
+        if summary.principles[0]:
+            yield "principles", "{} records, {} different".format(*summary.principles)
         if any(summary.sources):
             yield "sources", _list_sources(summary.sources)
         in_prompt = {name: counts.get(key, 0) for name, key in COLUMN_COUNTS.items()}

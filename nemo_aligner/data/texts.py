@@ -15,9 +15,11 @@ from nemo_aligner.contract.messages import (
     as_json,
     flatten_message,
     messages_of,
+    principle_of,
     prompt_of,
     read_text,
     reply_of,
+    with_principle,
     with_tools,
 )
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
@@ -97,7 +99,9 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 def label_of(text: Any) -> str:
     """Render a sample as one line of at most 80 characters; long ones lose their middle."""
     if not isinstance(text, str):
-        text = " | ".join(map(flatten_message, messages_of(text)))
+        principle = principle_of(text)
+        principles = [] if principle is None else [f"principle: {principle}"]
+        text = " | ".join([*map(flatten_message, messages_of(text)), *principles])
     line = " ".join(text.split())
     return line if len(line) <= _LABEL_LENGTH else f"{line[:38]} ... {line[-37:]}"
 
@@ -149,7 +153,8 @@ def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
 def _add_tools(text: Any, value: dict[str, Any]) -> Any:
     if isinstance(text, str):
         return text
-    return with_tools(text, value.get("tools"), value.get("documents"))
+    text = with_tools(text, value.get("tools"), value.get("documents"))
+    return with_principle(text, value.get("principle"))
 
 
 def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> list[tuple[str, Any]]:

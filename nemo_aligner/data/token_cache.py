@@ -42,7 +42,7 @@ from nemo_aligner.utils.writing import write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
-VERSION = 6
+VERSION = 7
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
@@ -55,6 +55,7 @@ _DECIDE_IDS = (
     "seq_length",
     "tokenizer_fingerprint",
     "reward_token_id",
+    "principle_template",
 )
 _DECIDE_STEPS = ("scored_position", "step_separator")
 # A file that is written twice within one tick of its file system's clock keeps the same times. The

@@ -33,6 +33,7 @@ from nemo_aligner.data.report import (
     LengthSummary,
     PrefixSummary,
     Prompts,
+    count_principles,
     far_labels,
     find_contradicted,
     find_first_lines,
@@ -283,6 +284,7 @@ class _Writer:
                 columns, Origins([(rules.path, np.repeat(lines, label_rows.numpy()))])
             ),
             unread=dict(total.unread),
+            principles=count_principles(arrays.read("principle_keys", _KEY)),
         )
         places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
         end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places)

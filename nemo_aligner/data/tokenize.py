@@ -34,6 +34,7 @@ from nemo_aligner.data.records import (
     Record,
     better_and_worse,
     lengths_of_rewards,
+    principle_key,
     prompt_hash,
     short_hash,
     verdict_keys,
@@ -72,7 +73,7 @@ class TokenizedBlock:
             ``reward_counts [Q]``, ``places [S]`` (positions of the tokens that the head reads),
             ``reply_lengths [S]`` and ``labels [L, C]`` (see ``Records``), ``prefixes [N]``,
             ``lines [N]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
-            ``verdict_counts [N]`` (verdicts of each record).
+            ``verdict_counts [N]`` (verdicts of each record), ``principle_keys [N]``.
         sources: source of each record.
         unread: for each column that was not read, the number of lines that have it.
         pairs: number of pairs of samples in which one sample is better than the other.
@@ -199,6 +200,7 @@ def _build_arrays(
     verdicts = [verdict_keys(item.record) for item in tokenized]
     prompts = [prompt_hash(item.record) for item in tokenized]
     reads = [places for item in tokenized for places in item.reads]
+    principles = [principle_key(item.record) for item in tokenized]
     return {
         "tokens": tokens.astype(rules.token_type),
         "lengths": _to_int64([len(sequence) for sequence in sequences]),
@@ -214,6 +216,7 @@ def _build_arrays(
         "prompt_keys": np.array(prompts, dtype=np.uint64),
         "verdict_keys": np.array([key for keys in verdicts for key in keys], dtype=np.uint64),
         "verdict_counts": _to_int32([*map(len, verdicts)]),
+        "principle_keys": np.array(principles, dtype=np.uint64),
     }
 
 

@@ -48,6 +48,7 @@ from nemo_aligner.data.records import (
     Rating,
     label_rows,
     lengths_of_rewards,
+    record_principle,
     write_lines,
 )
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
@@ -57,6 +58,7 @@ from nemo_aligner.losses.base import RIGHT_FROM, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import (
+    BY_PRINCIPLE,
     BY_SOURCE,
     POSITION,
     Shown,
@@ -66,7 +68,7 @@ from nemo_aligner.metrics.table import (
     measure_spreads,
 )
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError, short
 
 _MALFORMED_SHOWN = 3
 _DEFAULT_READER = ReaderConfig(rule=MalformedRule(section="data."))
@@ -110,7 +112,7 @@ class EvalResult:
         lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
-        in_own_tables = (BY_SOURCE, POSITION)
+        in_own_tables = (BY_SOURCE, BY_PRINCIPLE, POSITION)
         overall = {k: v for k, v in self.metrics.items() if not k.startswith(in_own_tables)}
         width = max(map(len, overall)) + 2
         lines.append("")
@@ -121,7 +123,9 @@ class EvalResult:
                 low, high = self.interval
                 meaning = f"95%: {low:.4f} to {high:.4f}; {meaning}"
             lines.append(fit_row(number, meaning, len(number)).rstrip())
-        lines += [*_render_positions(self.metrics), *_render_sources(self.metrics)]
+        lines += _render_positions(self.metrics)
+        lines += _render_groups(self.metrics, BY_SOURCE, "source")
+        lines += _render_groups(self.metrics, BY_PRINCIPLE, "principle")
         return "\n".join(lines)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -145,20 +149,21 @@ def _render_positions(metrics: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def _render_sources(metrics: Mapping[str, float]) -> list[str]:
+def _render_groups(metrics: Mapping[str, float], group: str, kind: str) -> list[str]:
+    """Render a table of each metric by source or by principle; ``group`` begins their names."""
     lines: list[str] = []
     for metric in all_metrics():
         if Shown.source not in metric.shown:
             continue
-        by_source = {
-            name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
+        by_name = {
+            short(name.removeprefix(group).removesuffix(f"/{metric.name}")): value
             for name, value in metrics.items()
-            if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
+            if name.startswith(group) and name.endswith(f"/{metric.name}")
         }
-        if by_source:
-            width = max(map(len, by_source)) + 2
-            rows = [f"  {source:<{width}}{value:>10.4f}" for source, value in by_source.items()]
-            lines += ["", f"{metric.name} by source", *rows]
+        if by_name:
+            width = max(map(len, by_name)) + 2
+            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in by_name.items()]
+            lines += ["", f"{metric.name} by {kind}", *rows]
     return lines
 
 
@@ -341,6 +346,7 @@ def _compute_metrics(
         as_records(records, attributes if is_rated else ()),
         torch.tensor(response_lengths(source.scorer, _list_samples(records)), dtype=torch.int64),
         [record.source for record in records],
+        [record_principle(record) for record in records],
     )
 
 

@@ -22,6 +22,7 @@ from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards, StepVerdicts
 from nemo_aligner.metrics.table import (
+    BY_PRINCIPLE,
     POSITION,
     by_source,
     measure_pairs,
@@ -422,13 +423,15 @@ def measure_set(
     records: Records,
     reply_lengths: Tensor,
     sources: Sequence[str],
+    principles: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Compute the loss and the report of a whole data set, and of each of its sources.
+    """Compute the loss and the report of a whole data set, of each source and each principle.
 
     Args:
         rewards: ``[S, A]`` rewards of all records, each record once.
         reply_lengths: ``[S]`` integers, in tokens.
         sources: source of every record; "" for a record that names none.
+        principles: principle of every record, "" for a record without; empty if they are unknown.
     """
 
     def report(indices: Sequence[int]) -> dict[str, float]:
@@ -442,4 +445,8 @@ def measure_set(
         metrics = report(indices).items()
         return {name: value for name, value in metrics if not name.startswith(POSITION)}
 
-    return {**report(range(len(records))), **by_source(sources, report_source)}
+    return {
+        **report(range(len(records))),
+        **by_source(sources, report_source),
+        **by_source(principles, report_source, BY_PRINCIPLE),
+    }

@@ -330,9 +330,10 @@ def find_metric(name: str) -> Metric | None:
 
     The name of the data set, the source and the attribute are optional. None if no row matches.
     """
-    # Remove the source, because a source may have the name of a metric.
-    prefix, by_source_mark, suffix = name.partition(BY_SOURCE)
-    path = f"/{prefix}{suffix.partition('/')[2]}/" if by_source_mark else f"/{name}/"
+    # Remove the source or principle, because it may have the name of a metric.
+    group = BY_PRINCIPLE if name.startswith(BY_PRINCIPLE) else BY_SOURCE
+    prefix, group_mark, suffix = name.partition(group)
+    path = f"/{prefix}{suffix.partition('/')[2]}/" if group_mark else f"/{name}/"
     positions = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
     # Take the first match: an attribute may have the name of a metric, but comes after the metric.
     matches = [(index, row) for index, row in positions if index >= 0]
@@ -356,14 +357,17 @@ def is_shown(name: str, place: Shown) -> bool:
     )
 
 
-# Computing metrics for each source of the records.
+# Computing metrics for each source of the records, and for each of their principles.
 
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"
+BY_PRINCIPLE = "by_principle/"
 
 
 def by_source(
-    sources: Sequence[str], metrics: Callable[[Sequence[int]], dict[str, float]]
+    sources: Sequence[str],
+    metrics: Callable[[Sequence[int]], dict[str, float]],
+    group: str = BY_SOURCE,
 ) -> dict[str, float]:
     """Compute ``by_source/<source>/<metric>`` for every source of the records.
 
@@ -372,6 +376,7 @@ def by_source(
     Args:
         sources: source of every record, "" for a record that names none.
         metrics: function that computes the metrics of the records at the given indices.
+        group: beginning of the names; ``BY_PRINCIPLE`` if ``sources`` has principles instead.
     """
     groups: dict[str, list[int]] = {}
     for record, source in enumerate(sources):
@@ -380,7 +385,7 @@ def by_source(
         return {}
     unnamed = "(none)" if "none" in groups else "none"
     return {
-        f"{BY_SOURCE}{source or unnamed}/{name}": value
+        f"{group}{source or unnamed}/{name}": value
         for source, records in sorted(groups.items())
         for name, value in metrics(records).items()
     }

@@ -56,7 +56,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "attribute_weights": (1.0, 1.0), "label_means": (0.1, 3.3333333333333), "dtype": "bf16",
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
         "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
-        "reward_token_id": 3,
+        "reward_token_id": 3, "principle_template": "Is it {principle}?",
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     together: list[dict[str, Any]] = [
@@ -92,7 +92,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of earlier versions lack these fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
-    later |= {"step_separator", "aggregate"}
+    later |= {"step_separator", "aggregate", "principle_template"}
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -186,6 +186,10 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     ),
     "step_separator": ("a string of 1 to 100 characters", (1, "", "x" * 101, ["x"], HALF_A_PAIR)),
     "aggregate": ("min, mean, product or null", (1, "", "last", "max", ["min"], True)),
+    "principle_template": (
+        "a text with {principle} once, or null",
+        (1, "", "x", "{principle} {principle}", "{principle}" + "x" * 10_000, HALF_A_PAIR),
+    ),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 

@@ -56,6 +56,23 @@ def test_inspect_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path, 
     assert any("not used: got" in line for line in shown)
 
 
+def test_inspect_counts_principles(tokenizer_folder: Path, tmp_path: Path, run: Run) -> None:
+    pair = {"prompt": "why", "chosen": "the cat", "rejected": "no"}
+    rows = [{**pair, "principle": text} for text in ("be kind", "be brief", "be kind", "")]
+    path = write(tmp_path / "pairs.jsonl", *rows)
+    row = "  principles                3 records, 2 different"
+    shown = run(VERB, path).stdout.splitlines()
+    assert row in shown
+    assert shown.count("principle: be kind") == 2
+    rules = (f"--tokenizer={tokenizer_folder}", "--principle-template=Is it {principle}?")
+    shown = run(VERB, path, *rules).stdout.splitlines()
+    assert row in shown
+    assert shown.count("Is it be kind?[<|im_end|>]") == 2
+    refused = run(VERB, path, rules[0], code=1).stdout
+    assert f"{path}:1: " in refused
+    assert "the model was not trained with principles" in refused
+
+
 def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     record = tiny.ranked("why", (2, "bad"), (1, "good"), (2, "poor"))
     path = write(tmp_path / "ranked.jsonl", record)

@@ -52,6 +52,7 @@ from nemo_aligner.contract.messages import (
     read_text,
     reply_of,
 )
+from nemo_aligner.contract.principles import refuse_principle
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import OnError, RowValues, ScoredRows, score_encodable
 from nemo_aligner.contract.template_check import TemplateReading, freeze_date
@@ -159,6 +160,7 @@ class HfRewardModel:
             raise NoTemplateError(
                 "this sample is a conversation, but the tokenizer has no chat template"
             )
+        refuse_principle(text, "a model that transformers runs without a scoring contract")
         # Reject messages that contain the template's markers of a turn: they could imitate another
         # turn.
         self._turn_marks.check(text)

@@ -272,6 +272,12 @@ def _describe_head(
             "WARNING: the logits are those of bins. A reward is the mean of the bins' values, "
             "weighted by their softmax (readout in config.json; the model card has the program)"
         )
+    if contract.principle_template is not None:
+        yield (
+            "programs that use the model have to append the question about the principle to the "
+            "messages, as a turn of the user, with add_generation_prompt=True "
+            "(principle_template in config.json)"
+        )
     if contract.has_steps:
         yield (
             "programs that use the model have to split a response into steps, and read each step "
@@ -515,7 +521,7 @@ def hf_config(
     names = dict(enumerate(contract.output_names))
     readout = contract.output_readout
     statistics: dict[str, Any] = {}
-    reward_token_id = contract.reward_token_id
+    reward_token_id, principle = contract.reward_token_id, contract.principle_template
     reads_last_token = not contract.has_steps and contract.reply_marker is None
     is_read_by_openrlhf = len(names) == 1 and architecture.endswith(REWARD_SUFFIX)
     if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
@@ -539,6 +545,7 @@ def hf_config(
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
+        **({} if principle is None else {"principle_template": principle}),
         # The readout tells programs how to compute rewards from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
         # Constants that a program must add to the logits to get rewards. They are 0 if the exported

@@ -21,6 +21,7 @@ Rules that all formats share:
   that is a string. In ``chat_pairs`` a whole conversation needs no ``prompt``.
 - Conversations get the record's ``tools`` (a list of objects, or its JSON), ``documents`` (a list
   of objects), and its ``system`` prompt and ``history`` (``prompts.py``).
+- Conversations also get the record's ``principle``, a string, by which their replies are rewarded.
 - The source of a record is the first of ``source``, ``subset`` and ``kind`` that is a string or a
   number. Metrics are also computed by source. No other keys are read.
 - A label column of pairs is the field with the name of the column. If a format tells by how much a
@@ -37,7 +38,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import Conversation, with_tools
+from nemo_aligner.contract.messages import Conversation, with_principle, with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
 from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, read_source
 from nemo_aligner.data.formats.pairs import (
@@ -83,7 +84,14 @@ from nemo_aligner.data.formats.verdicts import (
     SUMMARIZE_FROM_FEEDBACK,
     WEBGPT,
 )
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Origin,
+    Rating,
+    Record,
+    with_texts,
+)
 from nemo_aligner.utils.dotted import import_dotted, source_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -364,7 +372,8 @@ def _parse_records(
         records = []
         for part in parts:
             value.names_read = by_format.copy()
-            records.append(_add_tools(with_prompt_columns(part, value, columns.names), value))
+            record = _add_tools(with_prompt_columns(part, value, columns.names), value)
+            records.append(_add_principle(record, value, columns.names))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
     return [replace(record, source=record.source or _find_source(value)) for record in records]
@@ -394,10 +403,18 @@ def _add_tools(record: Record, value: Fields) -> Record:
             "tools: the record has tools or documents, and so has its conversation. Keep one of "
             "the two"
         )
-    if isinstance(record, Rating):
-        return replace(record, response=with_tools(record.response, tools, documents))
-    texts = tuple(with_tools(text, tools, documents) for text in record.texts)
-    return replace(record, texts=texts)
+    return with_texts(record, [with_tools(text, tools, documents) for text in record.texts])
+
+
+def _add_principle(record: Record, value: Fields, labels: Sequence[str]) -> Record:
+    """Add the ``principle`` of the fields ``value`` to a record, unless it is one of ``labels``.
+
+    Raises DataError if it is not a string, or the record has raw texts.
+    """
+    if "principle" in labels or "principle" not in value:
+        return record
+    principle = value["principle"]
+    return with_texts(record, [with_principle(text, principle) for text in record.texts])
 
 
 # Matches the end of one JSON object and the beginning of another on the same line.

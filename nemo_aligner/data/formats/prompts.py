@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.contract.messages import (
@@ -19,7 +18,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
 )
 from nemo_aligner.data.formats.base import Fields, read_turns
-from nemo_aligner.data.records import Rating, Record, is_blank
+from nemo_aligner.data.records import Record, is_blank, with_texts
 from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
@@ -106,9 +105,7 @@ def _add_turns(
         assert not isinstance(text, str)  # with_prompt_columns does not change raw texts
         return with_messages(text, add(messages_of(text), turns))
 
-    if isinstance(record, Rating):
-        return replace(record, response=extend(record.response))
-    return replace(record, texts=tuple(map(extend, record.texts)))
+    return with_texts(record, [*map(extend, record.texts)])
 
 
 def _is_available(fields: Fields, name: str, labels: Container[str]) -> bool:

@@ -23,6 +23,7 @@ from nemo_aligner.contract.messages import (
     Text,
     flatten_message,
     messages_of,
+    principle_of,
     prompt_of,
     question_of,
     reply_of,
@@ -192,7 +193,9 @@ def show_mistake(mistake: Mistake, num_mistakes: int) -> ShownMistake:
     """
     limit = min(_MAX_CHARACTERS_OF_A_TEXT, _MAX_CHARACTERS // (4 * max(1, num_mistakes)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
-    is_shared = all(prompt == prompts[0] for prompt in prompts)
+    # A principle belongs to the whole sample, so that a reply with one is shown with its prompt.
+    has_principle = any(principle_of(text) is not None for _, text in mistake.texts)
+    is_shared = not has_principle and all(prompt == prompts[0] for prompt in prompts)
     prompt = [
         _cut_turn(turn["role"], flatten_message(turn), limit) for turn in prompts[0] * is_shared
     ]
@@ -209,7 +212,9 @@ def _cut_turn(role: str, text: str, limit: int) -> ShownTurn:
 def _render_conversation(text: Text) -> str:
     if isinstance(text, str):
         return text
-    return "\n\n".join(f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text))
+    turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
+    principle = principle_of(text)
+    return "\n\n".join([*turns, *([] if principle is None else [f"principle: {principle}"])])
 
 
 def escape_invisible(text: str) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Text, check_texts
+from nemo_aligner.contract.principles import Principles, add_principles
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
@@ -41,7 +42,8 @@ class RewardClient(ServerClient[ServerPool]):
     """Scores samples on reward model servers.
 
     A sample is a raw text or a conversation: a list of messages, or a ``Conversation``, which also
-    has tools and documents. The server writes conversations in the model's chat template.
+    has tools, documents and a principle. The server writes conversations in the model's chat
+    template.
 
     A call is split into requests, which are sent concurrently, each to the least busy server. A
     server that is gone gets no requests for a while, and is tried again later. The client is safe
@@ -114,8 +116,18 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return self._contract_check.fingerprints.latest
 
-    def score(self, texts: Sequence[Text], *, on_error: OnError = "raise") -> np.ndarray:
+    def score(
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: OnError = "raise",
+        principle: Principles = None,
+    ) -> np.ndarray:
         """Score N samples: rewards ``[N, A]`` float32, one column per attribute.
+
+        ``principle`` is the principle of all samples, or a list with an entry for each: a string,
+        None, or a list of K strings, with which the sample becomes K samples. All methods that take
+        ``texts`` have this argument.
 
         With ``on_error="nan"``, a sample that the server rejects gets NaN, and a warning is logged;
         ``score_rows`` also returns the reasons.
@@ -124,15 +136,21 @@ class RewardClient(ServerClient[ServerPool]):
             ServingError: no server answers; or a server rejected a sample (the error has the
                 reason), failed, or has another scoring contract.
         """
-        return self._wait(self.score_future(texts, on_error=on_error))
+        return self._wait(self.score_future(texts, on_error=on_error, principle=principle))
 
-    def score_rows(self, texts: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+    def score_rows(
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: OnError = "nan",
+        principle: Principles = None,
+    ) -> ScoredRows:
         """Score N samples: rewards with NaN for rejected samples, and the reasons.
 
         Raises:
             ServingError: for the reasons that ``score`` lists.
         """
-        return self._wait(self._submit(self._collect, *_prepare_split(texts), on_error))
+        return self._wait(self._submit(self._collect, *_prepare_split(texts, principle), on_error))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -147,10 +165,14 @@ class RewardClient(ServerClient[ServerPool]):
         return self._wait(self.score_tokens_future(token_lists, on_error=on_error))
 
     def score_future(
-        self, texts: Sequence[Text], *, on_error: OnError = "raise"
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: OnError = "raise",
+        principle: Principles = None,
     ) -> Future[np.ndarray]:
         """Score N samples without waiting; the future has the rewards ``[N, A]`` float32."""
-        return self._submit(self._fetch_rewards, *_prepare_split(texts), on_error)
+        return self._submit(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -163,20 +185,29 @@ class RewardClient(ServerClient[ServerPool]):
         return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
-        self, texts: Sequence[Text], *, on_error: OnError = "raise"
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: OnError = "raise",
+        principle: Principles = None,
     ) -> np.ndarray:
         """Score N samples, as a coroutine: rewards ``[N, A]`` float32."""
-        return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
+        return await self._run(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
 
     async def score_rows_async(
-        self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: OnError = "nan",
+        is_probe: bool = False,
+        principle: Principles = None,
     ) -> ScoredRows:
         """Score N samples, as a coroutine: rewards, and the reasons for rejected samples.
 
         With ``on_error="raise"``, a rejected sample raises. With ``is_probe``, the servers neither
         count the samples nor use them for statistics.
         """
-        return await self._run(self._collect, *_prepare_split(texts), on_error, is_probe)
+        return await self._run(self._collect, *_prepare_split(texts, principle), on_error, is_probe)
 
     async def score_token_rows_async(
         self,
@@ -238,8 +269,8 @@ class RewardClient(ServerClient[ServerPool]):
         )
 
 
-def _prepare_split(texts: Sequence[Text]) -> tuple[int, Split]:
-    rows = check_texts(texts)
+def _prepare_split(texts: Sequence[Text], principle: Principles) -> tuple[int, Split]:
+    rows = add_principles(check_texts(texts), principle)
     return len(rows), partial(split_texts, rows)
 
 
@@ -491,8 +522,10 @@ def _common_prefix(part: PartialRequest) -> bytes | None:
     same characters or token ids.
     """
     prefixes = {_beginning(part.items[row]) for row in part.rows}
-    (prefix, *others) = prefixes
-    return None if prefix is None or others else hashlib.blake2b(prefix, digest_size=16).digest()
+    prefix = prefixes.pop()
+    if prefixes or prefix is None:
+        return None
+    return hashlib.blake2b(prefix, digest_size=16).digest()
 
 
 def _beginning(sample: Any) -> bytes | None:

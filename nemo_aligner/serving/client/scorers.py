@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.principles import refuse_principle
 from nemo_aligner.contract.scorer import OnError, ScoredRows
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -103,6 +104,7 @@ def _vllm_body(sample: Text) -> dict[str, Any]:
     if isinstance(sample, str):
         body: dict[str, Any] = {"input": sample}
     else:
+        refuse_principle(sample, "vLLM's /classify")
         conversation = as_json(sample)
         body = {"messages": conversation} if isinstance(conversation, list) else conversation
     # Raw logits: by default vLLM applies a sigmoid or softmax, which changes the reward.

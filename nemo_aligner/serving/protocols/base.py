@@ -338,11 +338,17 @@ def parse_body(form: type[T], body: bytes) -> T:
         return form.model_validate_json(body)
     except ValidationError as error:
         if any(problem["type"] == "too_long" for problem in error.errors(include_url=False)):
-            raise RequestError(
-                f"got more than {MOST_ROWS} samples in one request; send smaller requests",
-                FailureKind.too_large,
-            ) from error
+            check_row_count(MOST_ROWS + 1)
         raise ServingError(_describe_problems(error, form)) from error
+
+
+def check_row_count(count: int) -> None:
+    """Raise RequestError if a request has more than ``MOST_ROWS`` samples."""
+    if count > MOST_ROWS:
+        raise RequestError(
+            f"got more than {MOST_ROWS} samples in one request; send smaller requests",
+            FailureKind.too_large,
+        )
 
 
 # Names that protocols use for a sample. A route reads one of them; without the check below it would

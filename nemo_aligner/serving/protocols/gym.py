@@ -4,7 +4,8 @@ Shapes follow ``base_resources_server.py`` of nemo-gym 0.7. ``responses_create_p
 prompt: ``instructions``, ``tools``, and ``input``, a string or items of OpenAI's Responses API.
 ``response.output`` is what the policy generated. The prompt and the output are scored as one
 conversation, including function calls and their results. Reasoning items are dropped. A rollout
-with a refusal, or with tools that are not functions, cannot be scored.
+with a refusal, or with tools that are not functions, cannot be scored. ``principle`` is the one by
+which the reply is rewarded; a model that was trained without principles rejects it.
 
 A rollout without a reward gets reward 0, a ``failure_kind`` of Gym's vocabulary, and a
 ``failure_reason``. If the servers do not answer, or the rollout could not be scored with any reply,
@@ -99,6 +100,7 @@ class VerifyRequest(Body):
 
     responses_create_params: ResponseParams
     response: PolicyResponse
+    principle: str | None = None
 
 
 class VerifyResponse(Body):
@@ -158,9 +160,9 @@ def _build_conversation(body: VerifyRequest, reply: Messages) -> Text:
     else:
         messages += turns_of(prompt.input, "responses_create_params.input")
     tools = [_convert_tool(tool, number) for number, tool in enumerate(prompt.tools or ())]
-    return conversation_of(
-        {"messages": merge_assistant_turns([*messages, *reply]), "tools": tools}, "rollout"
-    )
+    turns = merge_assistant_turns([*messages, *reply])
+    conversation = {"messages": turns, "tools": tools, "principle": body.principle}
+    return conversation_of(conversation, "rollout")
 
 
 def _convert_tool(tool: Any, number: int) -> dict[str, Any]:
@@ -310,9 +312,9 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 # is empty, and ``rewards`` are the model's rewards (a judge gives 1 to 5). A gateway with a judge
 # answers its comparisons, and ``parts`` of each reward. ``conversation_history``
 # has the messages before the replies; ``response_objs`` are read like the response of ``/verify``.
-# A ``principle`` instructs a judge, and no reward model follows it, so it is rejected. If one reply
-# cannot be scored, the whole group fails, because a made-up reward in its place would train the
-# policy.
+# All replies are rewarded by the ``principle``, if there is one; a model that was trained without
+# principles rejects it. If one reply cannot be scored, the whole group fails, because a made-up
+# reward in its place would train the policy.
 
 
 class CompareRequest(Body):
@@ -339,11 +341,6 @@ class CompareResponse(Body):
 
 def read_compare(body: CompareRequest) -> ScoreRequest:
     """Append each reply to the conversation; raise ServingError if one of them is unreadable."""
-    if body.principle:
-        raise ServingError(
-            f"principle: got {as_json(body.principle)}, wanted null: a reward model cannot follow "
-            "instructions"
-        )
     prompt = turns_of(body.conversation_history, "conversation_history")
     texts: list[Text] = []
     for number, response in enumerate(body.response_objs):
@@ -353,7 +350,9 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
             raise ServingError(
                 f"{location}.output: got no message of the assistant at its end, wanted the reply"
             )
-        texts.append(conversation_of(merge_assistant_turns([*prompt, *reply]), location))
+        turns = merge_assistant_turns([*prompt, *reply])
+        conversation = {"messages": turns, "principle": body.principle}
+        texts.append(conversation_of(conversation, location))
     return ScoreRequest(texts=texts)
 
 

@@ -7,8 +7,8 @@ input                 dtype  shape   meaning
 ====================  =====  ======  ==============================================================
 ``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored unchanged, without a chat template
 ``conversations``     BYTES  [B, 1]  a JSON list of messages, or an object with ``messages``,
-                                     ``tools`` and ``documents``; the contract's chat template is
-                                     applied
+                                     ``tools``, ``documents`` and ``principle``; the contract's
+                                     chat template is applied
 ``tokens``            INT64  [B, S]  token ids, scored unchanged; ids after a row's length are
                                      ignored
 ``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``

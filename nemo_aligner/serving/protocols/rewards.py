@@ -3,9 +3,13 @@
 A request has exactly one of:
 
 - ``texts``: raw texts, scored unchanged;
-- ``conversations``: lists of messages, or objects with ``messages``, ``tools`` and ``documents``,
-  which are written in the model's chat template;
+- ``conversations``: lists of messages, or objects with ``messages``, ``tools``, ``documents`` and
+  ``principle``, which are written in the model's chat template;
 - ``tokens``: lists of token ids, scored unchanged.
+
+For a model that was trained with principles, ``principle`` is a string for all conversations, or a
+list with an entry for each: a string, null, or a list of K strings. A conversation with K
+principles has K rows in the answer, one after the other.
 
 The answer has ``rewards``, one row per sample with a number for each of ``attributes``. A row is
 null if its sample cannot be scored; ``errors`` tells why. ``scale`` is ``probability``,
@@ -29,6 +33,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
+from nemo_aligner.contract.principles import add_principles
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
 from nemo_aligner.serving.protocols.base import (
@@ -38,6 +43,7 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     Rows,
     Served,
+    check_row_count,
     read_conversation,
 )
 from nemo_aligner.utils.errors import DataError, ServingError
@@ -48,8 +54,8 @@ _SHAPED = ("raw_rewards", "deviation")
 _OUTPUTS = ("spread", "outputs")
 
 
-# A list of messages, or an object with messages, tools and documents. pydantic does not validate
-# it, because ``read_text`` describes errors better.
+# A list of messages, or an object with messages, tools, documents and a principle. pydantic does
+# not validate it, because ``read_text`` describes errors better.
 RewardConversation = Annotated[
     Any,
     WithJsonSchema(
@@ -59,11 +65,38 @@ RewardConversation = Annotated[
                 {
                     "type": "object",
                     "properties": {
-                        name: {"type": "array", "items": {"type": "object"}}
-                        for name in ("messages", "tools", "documents")
+                        **{
+                            name: {"type": "array", "items": {"type": "object"}}
+                            for name in ("messages", "tools", "documents")
+                        },
+                        "principle": {"type": "string"},
                     },
                     "required": ["messages"],
                 },
+            ]
+        }
+    ),
+]
+
+
+# ``add_principles`` checks it: pydantic would report a bad entry once for each type of the union.
+RewardPrinciple = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {"type": "array", "items": {"type": "string"}},
+                            {"type": "null"},
+                        ]
+                    },
+                },
+                {"type": "null"},
             ]
         }
     ),
@@ -78,6 +111,9 @@ class RewardsRequest(Body, extra="forbid"):
     tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
+    principle: RewardPrinciple = Field(
+        None, description="principle of all conversations, or for each one, several, or null"
+    )
 
 
 class RowError(Body):
@@ -130,18 +166,42 @@ def read(body: RewardsRequest) -> ScoreRequest:
     if len(forms) != 1:
         actual = " and ".join(forms) or "no samples"
         raise ServingError(f"got {actual}, wanted one of texts, conversations and tokens")
+    if body.principle is not None and body.conversations is None:
+        raise ServingError(
+            f"principle: got a principle with {forms[0]}, which are scored unchanged; wanted it "
+            "only with conversations"
+        )
     if body.tokens:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
     # An unreadable conversation becomes an error of its row; the others are still scored.
     texts, refused = [], {}
-    for row, conversation in enumerate(body.conversations or ()):
+    for row, conversation in enumerate(_list_conversations(body)):
         try:
             texts.append(read_conversation(conversation))
         except DataError as error:
             refused[row] = str(error)
     return ScoreRequest(texts=texts, refused=refused)
+
+
+def _list_conversations(body: RewardsRequest) -> list[Any]:
+    """List the conversations of a request, each once for each of its principles.
+
+    Raises:
+        ServingError: ``principle`` does not fit the conversations.
+        RequestError: the rows are too many.
+    """
+    conversations = body.conversations or []
+    if body.principle is None:
+        return conversations
+    if isinstance(body.principle, list):
+        counts = (len(entry) if isinstance(entry, list) else 1 for entry in body.principle)
+        check_row_count(sum(counts))
+    try:
+        return add_principles(conversations, body.principle)
+    except DataError as error:
+        raise ServingError(str(error)) from error
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.messages import messages_of, principle_of
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files
+from nemo_aligner.data.records import prompt_hash, verdict_keys
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
 from tests.data.files import build, read, write
+from tests.harness import tiny
 from tests.harness.contracts import Contracts
 
 
@@ -90,6 +93,39 @@ def test_prompt_columns_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ({**ALPACA, "input": 3}, r":1: input: got 3, wanted a string"),
     ]
     assert_refused(lambda record: read(tmp_path, record), cases, DataError)
+
+
+def test_principle_column_goes_with_every_sample_of_a_record(tmp_path: Path) -> None:
+    rating, ranked = (
+        {"prompt": "why", "response": "so", "help": 3},
+        tiny.ranked("why", (0, "a"), (1, "b"), (2, "c")),
+    )
+    for record, options in (
+        (PAIR, {}),
+        ({**PAIR, "system": "You are brief."}, {}),
+        (ALPACA, {}),
+        (ranked, {}),
+        (rating, {"kind": RecordKind.rating, "attributes": ["help"]}),
+    ):
+        (found,) = read(tmp_path, {**record, "principle": "be kind"}, **options).records
+        (without,) = read(tmp_path, {**record, "principle": None}, **options).records
+        assert [*map(principle_of, found.texts)] == ["be kind"] * len(found.texts)
+        assert [*map(messages_of, found.texts)] == [*without.texts]
+        assert verdict_keys(found) != verdict_keys(without) or record is rating
+        assert prompt_hash(found) == prompt_hash(without)
+    # A label column of this name is no principle.
+    labels = {"kind": RecordKind.rating, "attributes": ["principle"]}
+    (found,) = read(tmp_path, {**rating, "principle": 1}, **labels).records
+    assert (found.labels, principle_of(found.texts[0])) == ((1.0,), None)
+    raw = {"chosen": f"{HH} because", "rejected": f"{HH} no", "principle": "be kind"}
+    text = {"text": "a"}
+    cases: list[tuple[Any, str]] = [
+        ([{**PAIR, "principle": ["be kind"]}], r"data.jsonl:1: principle: got .*wanted a string"),
+        ([{**text, "principle": "be kind"}, text], r"1: principle: got a principle with a raw"),
+    ]
+    (found,) = read(tmp_path, raw).records  # hh_rlhf has conversations
+    assert principle_of(found.texts[0]) == "be kind"
+    assert_refused(lambda records: read(tmp_path, *records), cases, DataError)
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contracts) -> None:

@@ -279,11 +279,28 @@ def test_compare_scores_each_reply_to_the_conversation_alone() -> None:
     }
 
 
-def test_compare_refuses_a_principle_and_a_reply_without_text() -> None:
+def test_principle_goes_with_every_reply() -> None:
+    """Gym's genrm_compare sends it in /compare, and its agents in /verify."""
+    body = comparison(said("b"), said("c"), principle="be kind")
+    found = COMPARE.read(parsed(COMPARE, body)).texts or []
+    assert [text.principle for text in found] == ["be kind"] * 2
+    assert [text.messages[-1]["content"] for text in found] == ["b", "c"]
+    body = {**rollout("a", said("b")), "principle": "be kind"}
+    for read in (GYM.read, GYM.with_other_reply):
+        (text,) = read(parsed(GYM, body)).texts or ()
+        assert text.principle == "be kind"
+    for principle in (None, ""):
+        (text,) = GYM.read(parsed(GYM, {**body, "principle": principle})).texts or ()
+        assert isinstance(text, list)
+    wrong = [({**body, "principle": 1}, "principle: got 1, wanted a string")]
+    assert not not_refused(lambda body: GYM.read(parsed(GYM, body)), wrong)
+
+
+def test_compare_refuses_a_principle_that_is_no_text_and_a_reply_without_text() -> None:
     image = {"role": "assistant", "content": [{"type": "output_image"}]}
     no_history = {**comparison(said("b")), "conversation_history": []}
     wrong: list[tuple[Any, str]] = [
-        (comparison(said("b"), principle="be kind"), 'principle: got "be kind", wanted null'),
+        (comparison(said("b"), principle=["a"]), "principle: got .*wanted a string"),
         (comparison(), "response_objs: got 0, wanted at least 1"),
         (no_history, "conversation_history: got 0, wanted at least 1"),
         (comparison(said("b"), THOUGHT), r"response_objs.1.output: got no message of the assis"),

@@ -131,10 +131,12 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 class RewardModelRunRequest(BaseRunRequest):
     """A row of data with the prompt.
 
-    If it has ``reward_threshold``, the reward is 1 from this threshold on, else 0.
+    If it has ``reward_threshold``, the reward is 1 from this threshold on, else 0. ``principle`` is
+    the one by which the response is rewarded, for a model that was trained with principles.
     """
 
     reward_threshold: float | None = None
+    principle: str | None = None
 
 
 class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
@@ -189,7 +191,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             ValueError: ``server_url`` is invalid.
         """
         rollout = body.model_dump(
-            include={"responses_create_params", "response"}, exclude_none=True
+            include={"responses_create_params", "response", "principle"}, exclude_none=True
         )
         try:
             answer = await (await self._find_servers()).verify(rollout)

@@ -1,0 +1,164 @@
+"""Principles: how the principle by which a reply is rewarded becomes a part of the sample.
+
+A sample may carry a principle or a criterion of a rubric, such as "correctness". If the scoring
+contract has a ``principle_template``, the principle is put into this text, which follows the reply
+as a turn of the user; the reward is read where the answer to it would begin. Because the principle
+comes last, several principles for one reply share prompt and reply as a prefix, which is computed
+once. A sample without a principle is written without that turn.
+
+The built-in template ``rlbff`` is that of NVIDIA's Principle reward models, which answer Yes or No
+(RLBFF, arXiv 2509.21319; the model card of Llama-3.3-Nemotron-70B-Reward-Principle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from nemo_aligner.contract.messages import (
+    REASONING,
+    Conversation,
+    Message,
+    Messages,
+    Text,
+    joined_content,
+    messages_of,
+    principle_of,
+    with_messages,
+    with_principle,
+)
+from nemo_aligner.utils.errors import ConfigError, DataError, shown
+
+PRINCIPLE_KEY = "model.data.principle_template"
+_PLACEHOLDER = "{principle}"
+_BUILT_IN = {
+    "rlbff": (
+        "Evaluate the response to the previous prompt in terms of whether it satisfies this "
+        "principle: {principle}. Only answer Yes or No."
+    )
+}
+# Largest length in characters of a template, so that an untrusted contract stays small.
+_MAX_LENGTH = 10_000
+
+Principles: TypeAlias = str | Sequence[str | Sequence[str] | None] | None
+"""One principle for all samples; or for each sample one, several (a list), or None."""
+
+
+def is_principle_template(text: str) -> bool:
+    """Tell if a text has the place for the principle exactly once, and a sensible length."""
+    return len(text) <= _MAX_LENGTH and text.count(_PLACEHOLDER) == 1
+
+
+def resolve_principle_template(setting: str) -> str | None:
+    """Return the template that ``model.data.principle_template`` names; None if it is empty.
+
+    Raises:
+        ConfigError: it is neither a built-in name nor a text with one ``{principle}``.
+    """
+    template = _BUILT_IN.get(setting, setting)
+    if template and not is_principle_template(template):
+        raise ConfigError(
+            f"{PRINCIPLE_KEY}: got {shown(setting)}, wanted {' or '.join(_BUILT_IN)}, or a text of "
+            f"at most {_MAX_LENGTH} characters with {_PLACEHOLDER} once"
+        )
+    return template or None
+
+
+def write_question(conversation: Messages | Conversation, template: str | None) -> Message | None:
+    """Build the user turn that follows the reply; None if the sample has no principle.
+
+    Raises:
+        DataError: the sample has a principle, and ``template`` is None.
+    """
+    principle = principle_of(conversation)
+    if principle is None:
+        return None
+    if template is None:
+        raise DataError(
+            f"principle: got {shown(principle)}, but the model was not trained with principles, "
+            "so it would never see it. Remove the principle, or train a model with "
+            f"{PRINCIPLE_KEY}=rlbff"
+        )
+    return {"role": "user", "content": template.replace(_PLACEHOLDER, principle)}
+
+
+def ask_after_reply(
+    conversation: Messages | Conversation, question: Message
+) -> Messages | Conversation:
+    """Append ``question`` to a conversation that the chat template can render.
+
+    The result has no principle. It is a bare list if there are neither tools nor documents, which
+    is rendered faster.
+    """
+    turns = [*messages_of(conversation), question]
+    if isinstance(conversation, Conversation) and (conversation.tools or conversation.documents):
+        return with_messages(conversation, turns)
+    return turns
+
+
+def check_all_rendered(reply: Message, question: Message, rendered: str) -> None:
+    """Check that a chat template renders all of a reply, and the question that follows it.
+
+    Some templates omit the reasoning of all replies but the last.
+
+    Raises:
+        DataError: the question, or the reply's reasoning or content is not in ``rendered``.
+    """
+    if question["content"].strip() not in rendered:
+        raise DataError("principle: the chat template does not render the question about it")
+    parts = {name: joined_content(reply.get(name)).strip() for name in (*REASONING, "content")}
+    for name, text in parts.items():
+        if text not in rendered:
+            raise DataError(
+                f"the reply's {name}: the chat template does not render all of it in front of the "
+                "question about the principle, so the model would never see it. Remove the "
+                "reasoning from the reply, or train with a template that keeps it "
+                "(model.data.template=chatml)"
+            )
+
+
+# Samples from outside, to which a caller adds principles.
+
+
+def add_principles(samples: Sequence[Any], principle: Principles) -> list[Any]:
+    """Add principles to samples; one with K principles becomes K samples, one after the other.
+
+    Raises:
+        DataError: ``principle`` has another number of entries than there are samples, or an entry
+            does not fit its sample.
+    """
+    entries = [principle] * len(samples) if isinstance(principle, str | None) else principle
+    if not isinstance(entries, list | tuple) or len(entries) != len(samples):
+        raise DataError(
+            f"principle: got {shown(principle)}, wanted a string, or a list with one entry for "
+            f"each of the {len(samples)} samples"
+        )
+    expanded: list[Any] = []
+    for number, (sample, entry) in enumerate(zip(samples, entries, strict=True)):
+        texts = entry if isinstance(entry, list | tuple) else [entry]
+        if not texts:
+            raise DataError(f"principle, row {number}: got an empty list, wanted a string or null")
+        try:
+            expanded += [_add_principle(sample, text) for text in texts]
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
+    return expanded
+
+
+def _add_principle(sample: Any, principle: Any) -> Any:
+    # The messages of the sample are checked later, so that their errors are those of its row.
+    if principle is None:
+        return sample
+    if not isinstance(sample, Mapping):
+        return with_principle(sample, principle)
+    present = Conversation([], principle=sample.get("principle"))
+    return {**sample, "principle": principle_of(with_principle(present, principle))}
+
+
+def refuse_principle(text: Text, reader: str) -> None:
+    """Raise DataError if a sample has a principle, which ``reader`` would silently ignore."""
+    principle = principle_of(text)
+    if principle is not None:
+        raise DataError(
+            f"principle: got {shown(principle)}, wanted none: {reader} reads no principles"
+        )
