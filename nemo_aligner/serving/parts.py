@@ -19,7 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_aligner.config.gateway import JUDGE_PART, JudgeConfig, JudgePairs, JudgeTask
-from nemo_aligner.contract.messages import Conversation, Text, as_json, messages_of, prompt_of
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Text,
+    as_json,
+    messages_of,
+    principle_of,
+    prompt_of,
+)
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
 from nemo_aligner.serving.engine.timed_threads import TimedThreads
 from nemo_aligner.serving.failures import FailureKind, RequestError
@@ -73,12 +80,12 @@ class Part(Protocol):
 
 
 def prompt_key(sample: Text) -> str | None:
-    """Return a key that responses to the same prompt share; None for a raw text."""
+    """Return a key that responses to the same prompt and principle share; None for a raw text."""
     if isinstance(sample, str):
         return None
     prompt: Any = prompt_of(sample)
     if isinstance(sample, Conversation):
-        prompt = [prompt, sample.tools, sample.documents]
+        prompt = [prompt, sample.tools, sample.documents, sample.principle]
     return json.dumps(prompt, sort_keys=True)
 
 
@@ -169,7 +176,8 @@ class JudgePart:
     async def _judge(self, samples: Sequence[Text], task: tuple[int, ...]) -> Verdict | str:
         """Return the verdict on the samples of a task, or why there is none."""
         responses = [messages_of(samples[number])[-1] for number in task]
-        judging = self._client.judge(prompt_of(samples[task[0]]), responses)
+        first = samples[task[0]]
+        judging = self._client.judge(prompt_of(first), responses, principle_of(first))
         try:
             return await asyncio.wait_for(judging, self._timeout_s)
         except JudgeError as error:

@@ -129,9 +129,9 @@ def verify(reply: str) -> dict[str, Any]:
     return {"responses_create_params": {"input": "a"}, "response": {"output": output}}
 
 
-def compare(*replies: str) -> dict[str, Any]:
+def compare(*replies: str, **fields: Any) -> dict[str, Any]:
     outputs = [{"output": [{"role": "assistant", "content": reply}]} for reply in replies]
-    return {"conversation_history": [USER], "response_objs": outputs}
+    return {"conversation_history": [USER], "response_objs": outputs, **fields}
 
 
 Calls = Sequence[tuple[str, Any]]
@@ -371,6 +371,16 @@ def test_all_pairs_and_repeats_are_averaged(monkeypatch: pytest.MonkeyPatch) -> 
     judges = [pair["judge_idx"] for pair in answer.json["comparison_results"]]
     assert judges == [0, 1] * 6
     assert (ready.status, ready.json["backends"]) == (200, {fake.url: "ready"})
+    assert principles_in(fake) == {"Be kind."}
+    fake = FakeJudge()
+    calls = [("/compare", compare("b 4", "c 2", principle="Be brief."))]
+    asked(monkeypatch, calls, fake, client=False, **rules)
+    assert principles_in(fake) == {"Be brief."}  # the request's own
+
+
+def principles_in(fake: FakeJudge) -> set[str]:
+    turns = [turn for body in fake.requests for turn in body["messages"]]
+    return {turn["content"] for turn in turns if turn["role"] == "principle"}
 
 
 def test_request_of_too_many_pairs_is_rejected_before_they_are_made(

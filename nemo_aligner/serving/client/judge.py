@@ -108,15 +108,23 @@ class JudgeClient:
         self.name = self._url
         self.counts: Counter[str] = Counter(judge_calls=0)
 
-    async def judge(self, conversation: Messages, responses: Sequence[Message]) -> Verdict:
+    async def judge(
+        self,
+        conversation: Messages,
+        responses: Sequence[Message],
+        principle: str | None = None,
+    ) -> Verdict:
         """Return the verdict on one or two responses to a conversation, after retries if needed.
+
+        ``principle`` is what the responses are judged by, instead of the setting
+        ``judge.principle``.
 
         Raises:
             JudgeError: no attempt gave a verdict; the error is that of the last one.
         """
         body = {
             "model": self._config.model,
-            "messages": self._write_messages(conversation, responses),
+            "messages": self._write_messages(conversation, responses, principle),
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
@@ -226,11 +234,11 @@ class JudgeClient:
                 self.counts[f"judge_{name}"] += count
 
     def _write_messages(
-        self, conversation: Messages, responses: Sequence[Message]
+        self, conversation: Messages, responses: Sequence[Message], principle: str | None
     ) -> list[dict[str, str]]:
         turns = [{"role": turn["role"], "content": flatten_message(turn)} for turn in conversation]
         texts = [_shown_text(response) for response in responses]
-        principle = self._config.principle
+        principle = self._config.principle if principle is None else principle
         if self._config.prompt is JudgePrompt.plain:
             return [{"role": "user", "content": _write_instructions(turns, texts, principle)}]
         principles = [] if principle is None else [{"role": "principle", "content": principle}]
