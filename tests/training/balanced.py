@@ -21,7 +21,7 @@ from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.data.test_packing import dataset
-from tests.harness.families import EXPERTS
+from tests.harness.family_cases import EXPERTS
 
 RECORDS, TOKENS, COEFF = 6, 16, 0.5
 NAMES = ("a", "b", "c", "d", "e")

@@ -49,7 +49,7 @@ from tests.checkpoint.hf.exporting import (
 )
 from tests.checkpoint.refusals import overwrite, refusals
 from tests.harness import tiny
-from tests.harness.families import LLAMA3_ROPE
+from tests.harness.family_cases import LLAMA3_ROPE
 
 pytestmark = pytest.mark.usefixtures("layout")
 

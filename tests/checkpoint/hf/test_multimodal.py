@@ -23,7 +23,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import infer
 from tests.checkpoint.hf.exporting import assert_same, export, tensors_of
 from tests.checkpoint.refusals import refusals
-from tests.harness import families, tiny
+from tests.harness import families, family_cases, tiny
 from tests.harness.families import SEQUENCES, WINDOW
 
 TEXT = {**tiny.SHAPE, "initializer_range": 0.1}
@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {
             **TEXT,
             "model_type": "qwen2_5_vl_text",
-            "rope_parameters": {**families.YARN_ROPE, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {**family_cases.YARN_ROPE, "mrope_section": [2, 3, 3]},
         },
         "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
     },
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {
             **TEXT,
             "model_type": "qwen3_5_text",
-            **families.DELTA_NET,
+            **family_cases.DELTA_NET,
             "rope_parameters": {
                 **MROPE,
                 "rope_type": "default",
@@ -101,6 +101,18 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
     },
+}
+CASES["gemma4"] = {
+    "text_config": {**TEXT, **family_cases.CASES["gemma4_small"]},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 CASES["qwen3_5_moe"] = {
     **CASES["qwen3_5"],

@@ -30,8 +30,8 @@ from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
-from tests.harness import families, tiny
-from tests.harness.families import CASES, WINDOW
+from tests.harness import families, family_cases, tiny
+from tests.harness.family_cases import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # Settings in every config.json.
@@ -40,11 +40,14 @@ SIZES = {
     for key, value in tiny.SHAPE.items()
     if key not in ("rms_norm_eps", "tie_word_embeddings")
 }
-# Latent attention has a key for each head, and DeepSeek-V2 no default of the experts of a token.
+# Settings that a family needs in addition. Latent attention has a key for each head, and
+# DeepSeek-V2 no default of the experts of a token.
 LATENT_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 6},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    # The layers' embeddings have as many rows as the token embeddings.
+    "gemma4_text": {"vocab_size_per_layer_input": SIZES["vocab_size"]},
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -234,11 +237,11 @@ def test_family_of_experts_reads_those_that_are_stored_as_one(case: str, tmp_pat
 
 
 def test_family_config_of_old_keys_reads_the_same() -> None:
-    llama3 = dict(families.LLAMA3_ROPE)
+    llama3 = dict(family_cases.LLAMA3_ROPE)
     base = llama3.pop("rope_theta")
     gelu = {"hidden_act": "gelu", "hidden_activation": None}
     half = {"rope_theta": base, "rope_parameters": {**llama3, "rope_theta": None}}
-    new = {"rope_parameters": families.LLAMA3_ROPE}
+    new = {"rope_parameters": family_cases.LLAMA3_ROPE}
     no_layer = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4}
     for name, older, newer in (
         ("llama", {"rope_theta": base, "rope_scaling": llama3}, new),
@@ -337,9 +340,10 @@ def test_family_export_is_what_was_converted(
     shape = families.odd_settings(case) if is_odd else {}
     families.write_reward_model(tmp_path / "there", case, dtype, **shape)
     # Two or three query groups; a group of zeros is added, and removed by the export. Latent
-    # attention without a latent of queries takes no more heads than divide its latents.
+    # attention without a latent of queries takes no more heads than divide its latents, and a Gemma
+    # 4 takes no groups of zeros.
     tensor_parallel = 2 if is_odd else 3
-    if case == "deepseek_v3_untied":
+    if case == "deepseek_v3_untied" or case.startswith("gemma4"):
         tensor_parallel = 1
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=tensor_parallel)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
