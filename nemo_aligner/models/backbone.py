@@ -426,7 +426,7 @@ def _layer_module(
         mlp_bda=add,
         sharded_state_dict_keys_map=key_map,
     )
-    options = {
+    options: dict[str, Any] = {
         "residual_multiplier": shape.residual_multiplier,
         "parallel_residual": shape.parallel_residual,
         "one_norm": shape.one_norm_per_layer,

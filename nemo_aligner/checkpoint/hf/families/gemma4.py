@@ -122,8 +122,8 @@ def _read_layer_sizes(reader: HfSettings, by_layer: Any, groups: int) -> tuple[i
     kinds = enumerate(_layer_types(reader))
     of_global = {str(number) for number, kind in kinds if kind == settings.FULL}
     sizes = [*by_layer.values()] if isinstance(by_layer, Mapping) else []
-    first = sizes[0] if sizes else None
-    is_one_kind = isinstance(first, Mapping) and all(size == first for size in sizes)
+    first = sizes[0] if sizes and isinstance(sizes[0], Mapping) else {}
+    is_one_kind = bool(first) and all(size == first for size in sizes)
     known = {"head_dim", "num_key_value_heads"}
     if not is_one_kind or {*map(str, by_layer)} != of_global or first.keys() - known:
         raise CheckpointError(
