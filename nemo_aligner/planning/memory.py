@@ -531,7 +531,9 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
     if is_recomputed(shape, plan, last):
         recomputed = _unrecomputed_layer_bytes(shape, plan, last) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
-        needed += attention_gradients
+        # A Gemma 4 repeats attention alone, and not RoPE before it.
+        repeated = q * size / plan.tp
+        needed += attention_gradients if shape.gemma4 is None else repeated
     attention = plan.tokens * needed + _in_attention(shape, plan)
     num_weights = 2 if shape.is_gated else 1
     mlp = num_weights * size * _weight_gradient(shape.of_layer(last + 1), plan, last)

@@ -451,7 +451,7 @@ CASES: dict[str, dict[str, Any]] = {
         # Layers 3 and 4 read the keys of layers 1 and 2.
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 12,
+        "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": tiny.SHAPE["vocab_size"],
     },
 }

@@ -22,7 +22,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("rmsnorm", None),
     "post_layernorms": (True,),
     "qk_layernorm": (True,),
-    "position_embedding_type": ("rope",),
+    "position_embedding_type": ("rope", None),
 }
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "pre_layernorms": (True, None),
