@@ -89,12 +89,12 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
     if shape.gemma4 is not None:
-        tensors["layer_scalar"] = (1,)
+        tensors["layer_output.scalar"] = (1,)
         width, hidden = shape.gemma4.per_layer_width, shape.hidden_size
         if width is not None:
-            tensors["per_layer_input.gate.weight"] = (width, hidden)
-            tensors["per_layer_input.projection.weight"] = (hidden, width)
-            tensors |= _norm(shape, "per_layer_input.projection.post_layernorm.")
+            tensors["layer_output.gate.weight"] = (width, hidden)
+            tensors["layer_output.projection.weight"] = (hidden, width)
+            tensors |= _norm(shape, "layer_output.projection.post_layernorm.")
     if shape.lora is not None:
         tensors |= shape.lora.tensors(tensors)
     return tensors

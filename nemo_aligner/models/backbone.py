@@ -36,7 +36,7 @@ from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.experts import MixtureOfExperts
-from nemo_aligner.models.gemma4 import Gemma4Attention, Gemma4Layer, LastGemma4Layer
+from nemo_aligner.models.gemma4 import Gemma4Attention, Gemma4Output
 from nemo_aligner.models.internals import (
     add_weight_gradients_on_gpu,
     has_weight_gradient_kernel,
@@ -79,18 +79,7 @@ def transformer_config(
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp, layout.ep)
-    if shape.linear_attention is not None and layout.cp > 1:
-        raise ConfigError(
-            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
-            "with linear attention. Set it to 1"
-        )
-    is_full = recompute is Recompute.full
-    if is_full and shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
-        raise ConfigError(
-            "model.activations_checkpoint_granularity: got full, which is not supported for a "
-            "model whose layers read an earlier layer's keys or inputs of their own, because "
-            "recomputation would lose their gradients. Set it to selective."
-        )
+    _check_supported(shape, layout, recompute)
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
     return TransformerConfig(
@@ -124,6 +113,21 @@ def transformer_config(
         persist_layer_norm=False,
         **_recompute_options(recompute, recompute_layers, shape.num_layers // layout.pp),
     )
+
+
+def _check_supported(shape: ModelShape, layout: ParallelLayout, recompute: Recompute) -> None:
+    if shape.linear_attention is not None and layout.cp > 1:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
+            "with linear attention. Set it to 1"
+        )
+    is_full = recompute is Recompute.full
+    if is_full and shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
+        raise ConfigError(
+            "model.activations_checkpoint_granularity: got full, which is not supported for a "
+            "model whose layers read an earlier layer's keys or inputs of their own, because "
+            "recomputation would lose their gradients. Set it to selective."
+        )
 
 
 def _shape_options(shape: ModelShape) -> dict[str, Any]:
@@ -346,8 +350,8 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    others = shape.linear_attention, shape.latent_attention, shape.gemma4
-    is_replaced = any(other is not None for other in others)
+    replacements = shape.linear_attention, shape.latent_attention, shape.gemma4
+    is_replaced = any(replacement is not None for replacement in replacements)
     has_other_parts = shape.attention_output_gate or shape.qk_norm_after_rope
     has_plain_attention = not (is_replaced or has_other_parts)
     has_its_norms &= shape.normalization != "layernorm_without_bias"
@@ -432,8 +436,10 @@ def _layer_module(
         "one_norm": shape.one_norm_per_layer,
     }
     if shape.gemma4 is not None:
-        layer = LastGemma4Layer if layer is LastLayer else Gemma4Layer
-        options |= {"shape": shape, "linears": (parts.norm_linear, parts.row_linear)}
+        names = ("kv_channels", "num_query_groups", "ffn_hidden_size")
+        options["sizes"] = {name: getattr(shape, name) for name in names}
+        linears = parts.norm_linear, parts.row_linear
+        options["output"] = partial(Gemma4Output, shape=shape, linears=linears)
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
 

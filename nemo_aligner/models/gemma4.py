@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.models.activations import ACTIVATIONS
-from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, invariant_linear, rows_now
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -143,16 +142,36 @@ class Gemma4Attention(MegatronModule):
         return key, self.v_layernorm(grouped[:, :, -1])
 
 
-class LayerInput(MegatronModule):
-    """Adds a layer's own input to its output, ``[T, 1, hidden] -> [T, 1, hidden]``.
+class Gemma4Output(MegatronModule):
+    """Computes a layer's output from the residual stream: ``[T, 1, hidden] -> [T, 1, hidden]``.
 
-    It computes ``norm(W gelu(V x) * input)``. Tensor parallelism splits the input's channels.
+    It computes ``scalar * (x + norm(W (gelu(V x) * input)))``, or ``scalar * x`` in a model whose
+    layers have no inputs of their own. Tensor parallelism splits the channels of the input.
+
+    Args:
+        shape: ``ModelShape.of_layer`` of the layer.
+        linears: classes of column-parallel and of row-parallel linear layers.
+
+    Attributes:
+        scalar: ``[1]``, a stored factor that is not trained.
     """
 
     def __init__(
-        self, config: TransformerConfig, width: int, linears: tuple[Any, Any], layer_number: int
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        linears: tuple[Any, Any],
     ) -> None:
         super().__init__(config)
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.register_buffer("scalar", torch.ones(1, **kind))
+        self._index = layer_number - 1
+        width = None if shape.gemma4 is None else shape.gemma4.per_layer_width
+        self.gate = None
+        if width is None:
+            return
         group = parallel_state.get_tensor_model_parallel_group()
         column, row = linears
         options = {"bias": False, "is_expert": False, "tp_group": group, "config": config}
@@ -173,71 +192,20 @@ class LayerInput(MegatronModule):
             skip_bias_add=True,
             **options,
         )
-        self._index = layer_number - 1
 
-    def forward(self, hidden: Tensor, inputs: Tensor) -> Tensor:
-        """Compute what is added to ``hidden``.
+    def forward(self, hidden: Tensor, inputs: Tensor | None) -> Tensor:
+        """Compute the layer's output.
 
         Args:
-            inputs: ``[T, 1, L, w]``: for each layer of the model this rank's channels of its input.
+            inputs: ``[T, 1, L, w]``: for each layer of the model this rank's channels of its input;
+                None in a model without.
         """
-        gate, _ = self.gate(hidden.to(self.config.params_dtype))
-        added, _ = self.projection(
-            self.activation_func(torch.cat([gate, inputs[:, :, self._index]], dim=-1))
-        )
-        return added
-
-
-class Gemma4Layer(PackedLayer):
-    """Decoder layer of a Gemma 4, which has sizes of its own.
-
-    Args:
-        shape: ``ModelShape.of_layer`` of the layer.
-        linears: classes of column-parallel and of row-parallel linear layers.
-
-    Attributes:
-        layer_scalar: ``[1]``, a stored factor of the layer's output; not trained.
-        per_layer_input: adds the layer's own input; None in a model without such inputs.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: Any,
-        *args: Any,
-        shape: ModelShape,
-        linears: tuple[Any, Any],
-        **options: Any,
-    ) -> None:
-        config = copy(config)
-        config.kv_channels, config.num_query_groups = shape.kv_channels, shape.num_query_groups
-        config.ffn_hidden_size = shape.ffn_hidden_size
-        super().__init__(config, submodules, *args, **options)
-        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.register_buffer("layer_scalar", torch.ones(1, **kind))
-        width = None if shape.gemma4 is None else shape.gemma4.per_layer_width
-        self.per_layer_input = None
-        if width is not None:
-            self.per_layer_input = LayerInput(config, width, linears, self.layer_number)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *unused: Any,
-        packed_seq_params: PackContext | None = None,
-        **unused_options: Any,
-    ) -> tuple[Tensor, None]:
-        hidden, _ = super().forward(hidden_states, packed_seq_params=packed_seq_params)
-        if self.per_layer_input is not None:
-            assert packed_seq_params is not None
-            assert packed_seq_params.per_layer_inputs is not None
-            inputs = self._select_attended(packed_seq_params.per_layer_inputs, packed_seq_params)
-            hidden = hidden + self.per_layer_input(hidden, inputs)
-        return hidden * self.layer_scalar, None
-
-
-class LastGemma4Layer(Gemma4Layer, LastLayer):
-    """The last decoder layer of a Gemma 4, which computes only the rows that the head reads."""
+        if self.gate is not None:
+            assert inputs is not None
+            gate, _ = self.gate(hidden.to(self.config.params_dtype))
+            gated = self.activation_func(torch.cat([gate, inputs[:, :, self._index]], dim=-1))
+            hidden = hidden + self.projection(gated)[0]
+        return hidden * self.scalar
 
 
 class PerLayerEmbedding(MegatronModule):

@@ -8,6 +8,19 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
 from nemo_aligner.planning.cost import FP32_BYTES, Plan, keeps_input, widths
 
+# The most channels of a head that FlashAttention 2 supports.
+_FLASH_CHANNELS = 256
+
+
+def has_no_kernel(shape: ModelShape, plan: Plan) -> bool:
+    """Predict whether attention on a GPU runs without FlashAttention, as heads are too wide.
+
+    Args:
+        shape: the result of ``ModelShape.of_layer`` for the layer.
+    """
+    is_grouped = shape.num_query_groups < shape.num_attention_heads
+    return plan.fused_kernels and is_grouped and shape.kv_channels > _FLASH_CHANNELS
+
 
 def layer_input_bytes(shape: ModelShape, gemma4: Gemma4Shape, plan: Plan) -> float:
     """Count the bytes per token that the inputs of all layers keep outside the layers.
@@ -19,9 +32,9 @@ def layer_input_bytes(shape: ModelShape, gemma4: Gemma4Shape, plan: Plan) -> flo
         return 0.0
     width = shape.num_layers * gemma4.per_layer_width
     is_trained = shape.lora is None and keeps_input(shape, plan, 0, "projection")
-    kept = is_trained * (shape.hidden_size + width) + width
+    elements = is_trained * (shape.hidden_size + width) + width
     statistics = FP32_BYTES * is_trained * shape.num_layers
-    return kept * ELEMENT_BYTES[plan.precision] + statistics
+    return elements * ELEMENT_BYTES[plan.precision] + statistics
 
 
 def kept_of_gemma4(
@@ -42,9 +55,9 @@ def kept_of_gemma4(
         tensor parallelism splits both.
     """
     _, _, q, kv = widths(shape)
-    own = 2 * kv * shape.has_keys
-    normed = q + (own if plan.fused_kernels else shape.key_value_width)
+    keys = 2 * kv * shape.has_keys
+    normed = q + (keys if plan.fused_kernels else shape.key_value_width)
     statistics = shape.num_attention_heads + 2 * shape.num_query_groups * shape.has_keys
     if plan.recompute is Recompute.selective:
-        return statistics, q + own + normed + is_output_kept * q
-    return statistics + shape.num_attention_heads, 2 * q + normed + key_width - (2 * kv - own)
+        return statistics, q + keys + normed + is_output_kept * q
+    return statistics + shape.num_attention_heads, 2 * q + normed + key_width - (2 * kv - keys)

@@ -32,7 +32,7 @@ from nemo_aligner.planning.cost import (
     stage_layers,
     widths,
 )
-from nemo_aligner.planning.gemma4 import kept_of_gemma4, layer_input_bytes
+from nemo_aligner.planning.gemma4 import has_no_kernel, kept_of_gemma4, layer_input_bytes
 
 GIB = 2**30
 
@@ -349,15 +349,17 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _key_width(shape: ModelShape, plan: Plan) -> float:
     """Count the elements per token that attention keeps of keys and values.
 
-    If keys and values are copied for each query head (``equal_heads``), attention computes one
-    sequence or shared prefix at a time, and its output is kept a second time, which counts here.
+    If keys and values are copied for each query head (``equal_heads``, or heads that are too wide
+    for FlashAttention), attention computes one sequence or shared prefix at a time, and its output
+    is kept a second time, which counts here.
     With context parallelism, a rank keeps only its own keys and values, and gathers those of other
     ranks again in the backward pass.
     """
     _, _, q, kv = widths(shape)
-    if plan.cp > 1 and not plan.equal_heads:
+    copies = plan.equal_heads or has_no_kernel(shape, plan)
+    if plan.cp > 1 and not copies:
         return 2 * kv
-    return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
+    return 2 * q * plan.packs.kept_keys + q if copies else 2 * kv * plan.packs.kept_keys
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:

@@ -124,8 +124,8 @@ class Gemma4Shape:
         Raises:
             CheckpointError: one has not.
         """
-        own = are_global[: len(are_global) - self.shared_layers]
-        if not own or set(own) != set(are_global):
+        with_keys = are_global[: len(are_global) - self.shared_layers]
+        if not with_keys or set(with_keys) != set(are_global):
             raise CheckpointError(
                 f"model_config.yaml: {SHARED_LAYERS}: got {self.shared_layers} of "
                 f"{len(are_global)} layers, wanted fewer, so that a layer with a window and one "

@@ -48,7 +48,11 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     config = {**_SIZES, **{key: value for key, value in config.items() if value is not None}}
     reader = HfSettings(config)
     reader.only("hidden_activation", "gelu_pytorch_tanh")
-    reader.only("enable_moe_block", False)
+    if reader.flag("enable_moe_block", False):
+        raise CheckpointError(
+            "enable_moe_block: got True, which is not supported: layers with experts next to a "
+            "dense MLP (Gemma 4 26B-A4B). Use a dense Gemma 4 (31B, E2B or E4B)"
+        )
     # For text, "vision" is causal attention.
     reader.only("use_bidirectional_attention", None, "vision")
     config["use_bidirectional_attention"] = None
@@ -124,8 +128,8 @@ def _read_layer_sizes(reader: HfSettings, by_layer: Any, groups: int) -> tuple[i
     sizes = [*by_layer.values()] if isinstance(by_layer, Mapping) else []
     first = sizes[0] if sizes and isinstance(sizes[0], Mapping) else {}
     is_one_kind = bool(first) and all(size == first for size in sizes)
-    known = {"head_dim", "num_key_value_heads"}
-    if not is_one_kind or {*map(str, by_layer)} != of_global or first.keys() - known:
+    surplus = first.keys() - {"head_dim", "num_key_value_heads"}
+    if not is_one_kind or {*map(str, by_layer)} != of_global or surplus:
         raise CheckpointError(
             f"per_layer_config: got {shown(by_layer)}, wanted the same head_dim and "
             f"num_key_value_heads for all layers of {settings.FULL!r}, and nothing for others"
@@ -183,8 +187,8 @@ def _to_hf(config: Config) -> dict[str, Any]:
         settings.SLIDING: {"rope_type": "default", "rope_theta": shape.rotary_base_local},
     }
     unused = ("rope_theta", "rope_scaling", "hidden_act")
-    kept = {key: value for key, value in written.items() if key not in unused}
-    return {**kept, "rope_parameters": rope}
+    used = {key: value for key, value in written.items() if key not in unused}
+    return {**used, "rope_parameters": rope}
 
 
 # Rules of the tensors. A layer's sizes of heads are not in the NeMo config, so each kind of layer
@@ -223,8 +227,9 @@ def _has_layer_inputs(config: Config) -> bool:
     return config.get(keys.PER_LAYER_WIDTH) is not None
 
 
+_of_inputs = partial(Rule, is_in=_has_layer_inputs)
 _PROJECTION = Rule(base.PROJECTION.megatron, base.PROJECTION.hf, is_by_group=None)
-_INPUT = "per_layer_input"
+_OUTPUT = "layer_output"
 _LAYER = (
     norm_rule(base.ATTENTION_NORM, "input_layernorm.weight"),
     _PROJECTION,
@@ -233,13 +238,11 @@ _LAYER = (
     base.GATED,
     base.DOWN,
     norm_rule(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
-    Rule("layer_scalar", ("layer_scalar",)),
-    Rule(f"{_INPUT}.gate.weight", (f"{_INPUT}_gate.weight",), is_in=_has_layer_inputs),
-    Rule(f"{_INPUT}.projection.weight", ("per_layer_projection.weight",), is_in=_has_layer_inputs),
-    Rule(
-        f"{_INPUT}.projection.post_layernorm.weight",
-        (f"post_{_INPUT}_norm.weight",),
-        is_in=_has_layer_inputs,
+    Rule(f"{_OUTPUT}.scalar", ("layer_scalar",)),
+    _of_inputs(f"{_OUTPUT}.gate.weight", ("per_layer_input_gate.weight",)),
+    _of_inputs(f"{_OUTPUT}.projection.weight", ("per_layer_projection.weight",)),
+    _of_inputs(
+        f"{_OUTPUT}.projection.post_layernorm.weight", ("post_per_layer_input_norm.weight",)
     ),
 )
 
@@ -266,17 +269,17 @@ def _unused_keys(config: Config) -> list[str]:
     ]
 
 
-_outer = partial(Rule, is_in=_has_layer_inputs)
-
 GEMMA4 = ModelFamily(
     name="gemma4_text",
     to_nemo=_to_nemo,
     to_hf=_to_hf,
     model=(
         *base.MODEL,
-        _outer(decoder_tensors.PER_LAYER_TABLE, ("model.embed_tokens_per_layer.weight",)),
-        _outer(decoder_tensors.PER_LAYER_PROJECTION, ("model.per_layer_model_projection.weight",)),
-        _outer(decoder_tensors.PER_LAYER_NORM, ("model.per_layer_projection_norm.weight",)),
+        _of_inputs(decoder_tensors.PER_LAYER_TABLE, ("model.embed_tokens_per_layer.weight",)),
+        _of_inputs(
+            decoder_tensors.PER_LAYER_PROJECTION, ("model.per_layer_model_projection.weight",)
+        ),
+        _of_inputs(decoder_tensors.PER_LAYER_NORM, ("model.per_layer_projection_norm.weight",)),
     ),
     rules_of=_rules_of,
     dropped=_unused_keys,
