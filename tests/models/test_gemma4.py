@@ -138,7 +138,10 @@ def test_gemma4_config_of_what_is_not_built_is_rejected() -> None:
             with refused(changes, pattern):
                 ModelShape.from_config({**config, **changes})
         for changes, pattern in (
-            ({"enable_moe_block": True}, "enable_moe_block: got True, .* experts next to a dense MLP"),
+            (
+                {"enable_moe_block": True},
+                "enable_moe_block: got True, .* experts next to a dense MLP",
+            ),
             ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all'"),
             ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input: got 7, wanted vocab_"),
             ({"per_layer_config": {"1": sizes}}, "per_layer_config: got .*, wanted the same head"),
