@@ -25,6 +25,12 @@ HEAD_PREFIX = "rm_head."
 # store them; a finished reward model does not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
+# Table of the embeddings that every layer of a Gemma 4 may have, and what goes with it.
+PER_LAYER_TABLE = "per_layer_embedding.table.weight"
+PER_LAYER_PROJECTION = "per_layer_embedding.projection.weight"
+PER_LAYER_NORM = "per_layer_embedding.norm.weight"
+# Tensors with a row for each token of the vocabulary, which may be padded.
+VOCABULARY_TENSORS = (EMBEDDING, OUTPUT_LAYER, PER_LAYER_TABLE)
 # Attention sinks, by megatron-core's name of the parameter.
 SINKS = "self_attention.core_attention.softmax_offset"
 # Prefix of tensor names in archives of this package and of NeMo 1.
@@ -38,10 +44,16 @@ def model_tensors(shape: ModelShape) -> Shapes:
 
     The embedding has no vocabulary padding. The output layer is not included.
     """
-    return {
+    tensors = {
         EMBEDDING: (shape.vocab_size, shape.hidden_size),
         **_norm(shape, "decoder.final_layernorm."),
     }
+    width = None if shape.gemma4 is None else shape.gemma4.per_layer_width
+    if width is not None:
+        tensors[PER_LAYER_TABLE] = (shape.vocab_size, shape.num_layers * width)
+        tensors[PER_LAYER_PROJECTION] = (shape.num_layers * width, shape.hidden_size)
+        tensors[PER_LAYER_NORM] = (width,)
+    return tensors
 
 
 def numbered_tensors(shape: ModelShape) -> Shapes:
@@ -81,6 +93,13 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
+    if shape.gemma4 is not None:
+        tensors["layer_output.scalar"] = (1,)
+        width, hidden = shape.gemma4.per_layer_width, shape.hidden_size
+        if width is not None:
+            tensors["layer_output.gate.weight"] = (width, hidden)
+            tensors["layer_output.projection.weight"] = (hidden, width)
+            tensors |= _norm(shape, "layer_output.projection.post_layernorm.")
     if shape.lora is not None:
         tensors |= shape.lora.tensors(tensors)
     return tensors
@@ -97,7 +116,7 @@ def _mixer(shape: ModelShape) -> Shapes:
     heads = shape.num_attention_heads * channels
     # The fused projection has rows for the queries of all heads, for their output gates if there
     # are any, and for one key and one value of each query group.
-    rows = (1 + shape.attention_output_gate) * heads + 2 * shape.num_query_groups * channels
+    rows = (1 + shape.attention_output_gate) * heads + shape.key_value_width
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (rows, hidden),
         "self_attention.linear_proj.weight": (hidden, heads),
@@ -111,7 +130,8 @@ def _mixer(shape: ModelShape) -> Shapes:
     if shape.qk_layernorm:
         query, key = shape.qk_norm_widths()
         tensors |= _norm(shape, "self_attention.q_layernorm.", query)
-        tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+        if shape.has_keys:
+            tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     return tensors
 
 

@@ -36,6 +36,7 @@ from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.experts import MixtureOfExperts
+from nemo_aligner.models.gemma4 import Gemma4Attention, Gemma4Output
 from nemo_aligner.models.internals import (
     add_weight_gradients_on_gpu,
     has_weight_gradient_kernel,
@@ -80,11 +81,7 @@ def transformer_config(
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp, layout.ep)
-    if shape.linear_attention is not None and layout.cp > 1:
-        raise ConfigError(
-            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
-            "with linear attention or Mamba-2. Set it to 1"
-        )
+    _check_supported(shape, layout, recompute)
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
     return TransformerConfig(
@@ -118,6 +115,21 @@ def transformer_config(
         persist_layer_norm=False,
         **_recompute_options(recompute, recompute_layers, shape.num_layers // layout.pp),
     )
+
+
+def _check_supported(shape: ModelShape, layout: ParallelLayout, recompute: Recompute) -> None:
+    if shape.linear_attention is not None and layout.cp > 1:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
+            "with linear attention or Mamba-2. Set it to 1"
+        )
+    is_full = recompute is Recompute.full
+    if is_full and shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
+        raise ConfigError(
+            "model.activations_checkpoint_granularity: got full, which is not supported for a "
+            "model whose layers read an earlier layer's keys or inputs of their own, because "
+            "recomputation would lose their gradients. Set it to selective."
+        )
 
 
 def _shape_options(shape: ModelShape) -> dict[str, Any]:
@@ -334,14 +346,19 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor hybrid models, nor output gates, nor
-    norms of queries and keys after RoPE. The code path that calls them supports neither biases of
-    all linear layers nor a parallel residual. In fp32 TransformerEngine rounds to TF32 whatever
-    torch's precision setting is, so it is not used for fp32.
+    norms of queries and keys after RoPE, nor the traits of a Gemma 4. The code path that calls them
+    supports neither biases of all linear layers nor a parallel residual. In fp32 TransformerEngine
+    rounds to TF32 whatever torch's precision setting is, so it is not used for fp32.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    is_replaced = shape.linear_attention is not None or shape.latent_attention is not None
-    is_replaced |= shape.hybrid_pattern is not None
+    replacements = (
+        shape.linear_attention,
+        shape.latent_attention,
+        shape.hybrid_pattern,
+        shape.gemma4,
+    )
+    is_replaced = any(replacement is not None for replacement in replacements)
     has_other_parts = shape.attention_output_gate or shape.qk_norm_after_rope
     has_plain_attention = not (is_replaced or has_other_parts)
     has_its_norms &= shape.normalization != "layernorm_without_bias"
@@ -420,11 +437,16 @@ def _layer_module(parts: _Parts, shape: ModelShape, *, is_last: bool = False) ->
         submodules.input_layernorm, submodules.self_attention = NoNorm, IdentityOp
     if not shape.has_mlp:
         submodules.pre_mlp_layernorm, submodules.mlp = NoNorm, IdentityOp
-    options = {
+    options: dict[str, Any] = {
         "residual_multiplier": shape.residual_multiplier,
         "parallel_residual": shape.parallel_residual,
         "one_norm": shape.one_norm_per_layer,
     }
+    if shape.gemma4 is not None:
+        names = ("kv_channels", "num_query_groups", "ffn_hidden_size")
+        options["sizes"] = {name: getattr(shape, name) for name in names}
+        linears = parts.norm_linear, parts.row_linear
+        options["output"] = partial(Gemma4Output, shape=shape, linears=linears)
     layer = LastLayer if is_last else PackedLayer
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
@@ -446,6 +468,14 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
             "core_attention": core_attention,
         }
         return ModuleSpec(module=LatentAttention, params=options)
+    if shape.gemma4 is not None:
+        options = {
+            "shape": shape,
+            "linears": (parts.norm_linear, parts.row_linear),
+            "norm": parts.other_norm,
+            "core_attention": core_attention,
+        }
+        return ModuleSpec(module=Gemma4Attention, params=options)
     query_norm, key_norm = _query_key_norms(parts, shape)
     submodules = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,

@@ -25,6 +25,7 @@ from nemo_aligner.cpu.products import (
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.collectives import max_over_model_ranks
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
+from nemo_aligner.models.gemma4 import PerLayerEmbedding
 from nemo_aligner.models.internals import engine_layers
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, in_chunks, rows_now
 from nemo_aligner.models.reward_head import HeadLayer, RewardHead
@@ -66,8 +67,9 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
             "sums over more than two tensor parallel ranks. Set "
             "model.tensor_model_parallel_size to at most 2."
         )
+    in_chunks_of_rows = ColumnLinear | RowLinear | RewardHead | MixtureOfExperts | PerLayerEmbedding
     for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear | RewardHead | MixtureOfExperts):
+        if isinstance(layer, in_chunks_of_rows):
             layer.invariant_rows = rows
     for layer in engine:
         layer.invariant_rows = rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -33,6 +36,9 @@ class PackedLayer(TransformerLayer):
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
         one_norm: the layer has a single norm, whose output both attention and the MLP read.
+        sizes: fields of megatron-core's config that this layer has otherwise than other layers.
+        output: builds a module, from the config and the layer's number, that computes the layer's
+            output from the residual stream and ``PackContext.per_layer_inputs``; None for none.
 
     Attributes:
         pointwise: kernels of the operations between the matmuls, in training and on a GPU. Scoring
@@ -43,13 +49,20 @@ class PackedLayer(TransformerLayer):
 
     def __init__(
         self,
+        config: TransformerConfig,
         *args: Any,
         residual_multiplier: float = 1.0,
         parallel_residual: bool = False,
         one_norm: bool = False,
+        sizes: Mapping[str, int] | None = None,
+        output: Callable[[TransformerConfig, int], Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        if sizes is not None:
+            config = copy(config)
+            vars(config).update(sizes)
+        super().__init__(config, *args, **options)
+        self.layer_output = None if output is None else output(config, self.layer_number)
         self._multiplier = residual_multiplier
         self._is_parallel = parallel_residual
         self._has_one_norm = one_norm
@@ -69,7 +82,13 @@ class PackedLayer(TransformerLayer):
             compute = self._call_engine
         else:
             compute = self._learn if learns(self) else self._infer
-        return compute(hidden_states, packed_seq_params), None
+        hidden = compute(hidden_states, packed_seq_params)
+        if self.layer_output is not None:
+            inputs = packed_seq_params.per_layer_inputs
+            if inputs is not None:
+                inputs = self._select_attended(inputs, packed_seq_params)
+            hidden = self.layer_output(hidden, inputs)
+        return hidden, None
 
     def _call_engine(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Compute the layer by calling TransformerEngine's modules, which have the norms inside."""

@@ -5,7 +5,7 @@ It also defines ``Balance``, the part of the context that routers of MoE layers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -56,6 +56,10 @@ class PackContext:
             model without linear attention.
         qkv_format: must not be ``thd``, for which megatron-core would split the pack to apply RoPE
             to each sequence. ``PackedAttention`` applies RoPE by ``tables`` instead.
+        per_layer_inputs: ``[T, 1, L, w]``, this rank's channels of the inputs that each of L layers
+            adds to its output (Gemma 4); None for other models.
+        lent_keys: keys and values ``[T, groups, c]`` that later layers read (Gemma 4), by the
+            number of the layer that computed them and put them here.
     """
 
     segments: PackedSegments
@@ -67,6 +71,8 @@ class PackContext:
     query_scale: Tensor | None = None
     chunks: ChunkTree | None = None
     qkv_format: str = "packed"
+    per_layer_inputs: Tensor | None = None
+    lent_keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def dropout_keys_of_read_rows(self) -> Tensor | None:

@@ -47,6 +47,7 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed_in_training,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
+from nemo_aligner.models.gemma4 import PerLayerEmbedding
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     learns,
@@ -133,6 +134,11 @@ class GPTRewardModel(GPTModel):
             # Padding rows of the vocabulary are neither read nor loaded. They are set to 0, because
             # uninitialised memory could hold a NaN and spread it.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
+        self.per_layer_embedding = None
+        if shape.gemma4 is not None and shape.gemma4.per_layer_width is not None:
+            self.per_layer_embedding = PerLayerEmbedding(
+                config, shape, shape.padded_vocab_size(layout.tp)
+            )
         if self.post_process:
             # Delete the output layer: its parameters would get no gradient, and Megatron would not
             # reduce the gradient bucket that they are in.
@@ -216,15 +222,20 @@ class GPTRewardModel(GPTModel):
         require.
         """
         positions, dtype = inputs.positions, self.config.params_dtype
+        embedded = self._embed(inputs.tokens, positions) if self.pre_process else None
+        per_layer_inputs = None
+        if self.per_layer_embedding is not None:
+            per_layer_inputs = self.per_layer_embedding(inputs.tokens, embedded)
         context = replace(
             inputs.context,
             tables=tuple(
                 rotation.tables(positions, dtype, by_length) for rotation in self._rotations
             ),
             query_scale=self._query_scale(positions),
+            per_layer_inputs=per_layer_inputs,
         )
         return self.decoder(
-            hidden_states=self._embed(inputs.tokens, positions) if self.pre_process else None,
+            hidden_states=embedded,
             attention_mask=None,
             # RoPE is left to PackedAttention, which needs far fewer passes over memory.
             rotary_pos_emb=None,
@@ -315,15 +326,13 @@ class GPTRewardModel(GPTModel):
             states: number of snapshots of linear attention's states that fit.
         """
         layers = [module for module in self.modules() if isinstance(module, PackedAttention)]
-        config, tp = self.config, self.config.tensor_model_parallel_size
-        kind = {"dtype": config.params_dtype, "device": next(self.parameters()).device}
-        pool = KeyValuePool(
-            [layer.layer_number for layer in layers],
-            slots,
-            config.num_query_groups // tp,
-            config.kv_channels,
-            **kind,
-        )
+        tp = self.config.tensor_model_parallel_size
+        kind = {"dtype": self.config.params_dtype, "device": next(self.parameters()).device}
+        sizes = {
+            layer.layer_number: (layer.config.num_query_groups // tp, layer.config.kv_channels)
+            for layer in layers
+        }
+        pool = KeyValuePool(sizes, slots, **kind)
         if self._linear_attention is not None:
             numbers = [
                 module.layer_number

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from nemo_aligner.models.internals import scale_rotary_frequencies
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
 from nemo_aligner.models.shapes.rope import QueryScaling, YarnScaling
 
 Tables = tuple[Tensor, Tensor]
@@ -82,6 +83,8 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
     Returns:
         One rotation, or two if layers with a window have another RoPE; see ``rotation_of``.
     """
+    if shape.gemma4 is not None:
+        return _gemma4_rotations(shape, shape.gemma4, rope.inv_freq.device)
     frequencies, scale, of_longer = rope.inv_freq, None, None
     if shape.rope_scaling is not None:
         frequencies = scale_rotary_frequencies(rope, shape.rope_scaling)
@@ -115,8 +118,26 @@ def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
     """
     if not shape.rotates(layer_number):
         return None
-    has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None
+    is_own = shape.rotary_base_local is not None or shape.gemma4 is not None
+    has_local = is_own and shape.window_of(layer_number) is not None
     return int(has_local)
+
+
+def _gemma4_rotations(
+    shape: ModelShape, gemma4: Gemma4Shape, device: torch.device
+) -> tuple[Rotation, ...]:
+    """Build the rotary embeddings of a Gemma 4's layers without a window, and of those with one.
+
+    Without a window some pairs of channels are not rotated: their frequency is 0. The exponents of
+    the others are those of a head whose channels are all rotated ("proportional" RoPE).
+    """
+    pairs = gemma4.global_channels // 2
+    rotated = int(gemma4.global_rotary * gemma4.global_channels // 2)
+    frequencies = torch.zeros(pairs)
+    frequencies[:rotated] = 1.0 / shape.rotary_base ** _exponents(pairs)[:rotated]
+    local_base = shape.rotary_base_local or shape.rotary_base
+    local = 1.0 / local_base ** _exponents(shape.kv_channels // 2)
+    return Rotation(frequencies.to(device)), Rotation(local.to(device))
 
 
 def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,8 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
         return
     if model.pre_process:
         model.embedding.requires_grad_(False)
+    if model.per_layer_embedding is not None:
+        model.per_layer_embedding.requires_grad_(False)
     for layer in model.decoder.layers:
         if layer.layer_number <= count:
             layer.requires_grad_(False)

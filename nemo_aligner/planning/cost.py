@@ -193,8 +193,8 @@ def mixer_widths(shape: ModelShape) -> tuple[int, int]:
         return shape.linear_attention.projection_width, shape.linear_attention.value_width
     if shape.latent_attention is not None:
         return shape.latent_attention.projection_width, shape.latent_attention.value_width
-    _, _, q, kv = widths(shape)
-    return (1 + shape.attention_output_gate) * q + 2 * kv, q
+    _, _, q, _ = widths(shape)
+    return (1 + shape.attention_output_gate) * q + shape.key_value_width, q
 
 
 def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
@@ -303,8 +303,8 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """
     if shape.lora is None:
         return {}
-    h, f, _, _ = widths(shape)
     of_layer = shape.of_layer(layer + 1)
+    h, f, _, _ = widths(of_layer)
     outputs, inputs = mixer_widths(of_layer)
     f = f if of_layer.experts is None else of_layer.experts.width
     fc1_outputs = (2 if shape.is_gated else 1) * f
@@ -361,8 +361,13 @@ def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> in
 
 
 def embedding_size(shape: ModelShape, plan: Plan) -> int:
-    """Count the parameters of the embedding on one rank, which holds some of its rows."""
-    return shape.padded_vocab_size(plan.tp) // plan.tp * shape.hidden_size
+    """Count the parameters of the embedding on one rank, which holds some of its rows.
+
+    Inputs that every layer has of its own (Gemma 4) have a second table, and a projection that is
+    not split.
+    """
+    rows = shape.padded_vocab_size(plan.tp) // plan.tp
+    return rows * shape.hidden_size + sum(shape.per_layer_embedding(rows))
 
 
 def head_size(shape: ModelShape, plan: Plan) -> int:
@@ -385,6 +390,8 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     mlp = (3 if shape.is_gated else 2) * h * shape.active_mlp_width
     if shape.experts is not None:
         mlp += h * shape.experts.count
+    if shape.gemma4 is not None:
+        mlp += shape.gemma4.layer_parameters(h)[0]
     linear = 2.0 * packs.tokens * h * outputs + 2.0 * rows * (inputs * h + mlp)
     if shape.latent_attention is not None:
         linear += 2.0 * packs.tokens * shape.latent_attention.up_parameters
@@ -511,7 +518,8 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     size = ELEMENT_BYTES[plan.precision]
     states = plan.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
-    *_, kv = widths(shape)
+    layers = stage_layers(shape, plan, stage)
+    kv = sum(widths(shape.of_layer(layer + 1))[3] for layer in layers) / len(layers)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0

@@ -21,7 +21,6 @@ from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
     adapter_widths,
-    embedding_size,
     has_backward,
     head_size,
     is_recomputed,
@@ -32,6 +31,7 @@ from nemo_aligner.planning.cost import (
     stage_layers,
     widths,
 )
+from nemo_aligner.planning.gemma4 import has_no_kernel, kept_of_gemma4, layer_input_bytes
 
 GIB = 2**30
 
@@ -121,8 +121,12 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
         kept_per_token += _state(shape, plan)
     rope = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
     rope *= 1 if shape.rotary_base_local is None else 2
+    inputs = 0.0
+    if shape.gemma4 is not None:
+        rope = (shape.kv_channels + shape.gemma4.global_channels) * ELEMENT_BYTES[plan.precision]
+        inputs = layer_input_bytes(shape, shape.gemma4, plan)
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
-    return plan.tokens * (kept_per_token + sent + rope * bool(trained))
+    return plan.tokens * (kept_per_token + sent + (rope + inputs) * bool(trained))
 
 
 def offloaded_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -204,6 +208,11 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     states = ((streams + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
+    if shape.gemma4 is not None and not is_last:
+        width = shape.gemma4.per_layer_width or 0
+        is_kept = shape.lora is None and keeps("linear_fc1")
+        inner += (2 + is_kept) * width
+        states += bool(width) * ((1 + is_kept) * h * size + FP32_BYTES) / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
     return states + (inner * size + heads * FP32_BYTES) / plan.tp
 
@@ -224,6 +233,8 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
     if shape.linear_attention is not None:
         projected, attended = mixer_widths(shape)
         return 0, projected + is_output_kept * attended
+    if shape.gemma4 is not None:
+        return kept_of_gemma4(shape, plan, is_output_kept, _key_width(shape, plan))
     heads, inner = float(shape.num_attention_heads), 2 * q + _key_width(shape, plan)
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
@@ -338,15 +349,17 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _key_width(shape: ModelShape, plan: Plan) -> float:
     """Count the elements per token that attention keeps of keys and values.
 
-    If keys and values are copied for each query head (``equal_heads``), attention computes one
-    sequence or shared prefix at a time, and its output is kept a second time, which counts here.
+    If keys and values are copied for each query head (``equal_heads``, or heads that are too wide
+    for FlashAttention), attention computes one sequence or shared prefix at a time, and its output
+    is kept a second time, which counts here.
     With context parallelism, a rank keeps only its own keys and values, and gathers those of other
     ranks again in the backward pass.
     """
     _, _, q, kv = widths(shape)
-    if plan.cp > 1 and not plan.equal_heads:
+    copies = plan.equal_heads or has_no_kernel(shape, plan)
+    if plan.cp > 1 and not copies:
         return 2 * kv
-    return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
+    return 2 * q * plan.packs.kept_keys + q if copies else 2 * kv * plan.packs.kept_keys
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -393,7 +406,9 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         if not is_offloaded(shape, plan, layer):
             freed += tokens * _layer_bytes(shape, plan, layer)
     if stage == 0 and plan.freeze_layers == 0 and shape.lora is None:
-        gradient = embedding_size(shape, plan) * size + tokens * shape.hidden_size * size
+        rows = shape.padded_vocab_size(plan.tp) // plan.tp
+        table = max(rows * shape.hidden_size, shape.per_layer_embedding(rows)[0])
+        gradient = table * size + tokens * shape.hidden_size * size
         moments.append(gradient - kept_bytes)
     buffer = tokens * shape.hidden_size * size if plan.sequence_parallel else 0.0
     return buffer + max(moments)
@@ -513,8 +528,8 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
     num_weights = 2 if shape.is_gated else 1
     mlp = num_weights * size * _weight_gradient(of_layer, plan, last)
     recomputed = 0.0
-    if is_recomputed(shape, plan, last):
-        recomputed = _unrecomputed_layer_bytes(shape, plan, last) - _state(shape, plan)
+    if is_recomputed(of_layer, plan, last):
+        recomputed = _unrecomputed_layer_bytes(of_layer, plan, last) - _state(of_layer, plan)
     return max(attention, mlp + plan.tokens * recomputed)
 
 
@@ -531,7 +546,9 @@ def _in_attention_layer(shape: ModelShape, plan: Plan, layer: int) -> float:
     if is_recomputed(shape, plan, layer):
         needed += _unrecomputed_layer_bytes(shape, plan, layer) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
-        needed += attention_gradients
+        # A Gemma 4 repeats attention alone, and not RoPE before it.
+        repeated = q * size / plan.tp
+        needed += attention_gradients if shape.gemma4 is None else repeated
     return plan.tokens * needed + _in_attention(shape, plan)
 
 

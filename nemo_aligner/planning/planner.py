@@ -129,6 +129,10 @@ class Planner:
         """
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
+        if self.shape.gemma4 is not None and self.shape.gemma4.needs_whole_backward:
+            # Full recomputation would lose gradients.
+            kinds = [Recompute.none, Recompute.selective]
+            return [replace(plan, recompute=kind) for kind in kinds]
         full = replace(plan, recompute=Recompute.full)
         if plan.activations_offload:
             return [replace(plan, recompute=Recompute.none), full]

@@ -45,6 +45,9 @@ def odd_settings(case: str) -> dict[str, Any]:
         del settings["head_dim"]
         settings["num_key_value_heads"] = settings["num_attention_heads"]
         settings["kv_lora_rank"] = 28
+    if config["model_type"] == "gemma4_text":
+        settings |= {"head_dim": 8, "global_head_dim": 24, "num_global_key_value_heads": 9}
+        settings |= {"vocab_size_per_layer_input": settings["vocab_size"]}
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         # RoPE needs a factor for each pair of rotated channels.
@@ -96,6 +99,8 @@ def _shift_norms(model: Any) -> None:
         for name, constant in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
                 constant.add_(torch.randn_like(constant), alpha=0.1)
+            if name.endswith("layer_scalar"):
+                constant.add_(torch.randn_like(constant), alpha=0.2)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

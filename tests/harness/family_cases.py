@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.harness import tiny
+
 WINDOW = 8
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -34,13 +36,6 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-MAMBA = {
-    "head_dim": 32,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 12,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -56,6 +51,30 @@ GROUPED_EXPERTS = {
     "n_shared_experts": 1,
     "n_group": 4,
     "topk_group": 2,
+}
+MAMBA = {
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    # Queries and keys are normed, and scores are not scaled, so wide heads have sharp scores.
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
@@ -445,5 +464,19 @@ CASES: dict[str, dict[str, Any]] = {
         "use_conv_bias": False,
         "routed_scaling_factor": 2.5,
         "tie_word_embeddings": False,
+    },
+    "gemma4": {
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "gemma4_small": {
+        **GEMMA4,
+        # Layers 3 and 4 read the keys of layers 1 and 2.
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": tiny.SHAPE["vocab_size"],
     },
 }

@@ -53,12 +53,14 @@ MIXTURES = [
 HYBRIDS = [
     "qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe",
 ]  # fmt: skip
+# What is there of layers that read the token's embedding, which only the first stage has.
+OF_ONE_STAGE = ["gemma4_small"]
 # Of tests.harness.families, one of each.
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
     "phi3_longrope", "glm4", "exaone4_window", "hunyuan_alpha", "gpt_neox",
-    "starcoder2", "cohere2", "apertus", "deepseek_v3_untied",
+    "starcoder2", "cohere2", "apertus", "deepseek_v3_untied", "gemma4", "gemma4_small",
     *dict.fromkeys(HYBRIDS + MIXTURES),
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
@@ -198,7 +200,9 @@ def received_late(layout: ParallelLayout) -> list[bool]:
 
 def is_split_by(layout: Any, case: str) -> bool:
     """Whether a case's models can have a layout, or the sizes of one."""
-    return (layout.ep == 1 or case in MIXTURES) and (layout.cp == 1 or case not in HYBRIDS)
+    is_one_stage = layout.pp == 1 or case not in OF_ONE_STAGE
+    has_experts = layout.ep == 1 or case in MIXTURES
+    return is_one_stage and has_experts and (layout.cp == 1 or case not in HYBRIDS)
 
 
 def main(folder: str, reward_model: str, *archives: str) -> None:

@@ -32,11 +32,24 @@ CONFIG = {
     "max_position_embeddings": 2048,
 }
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+GEMMA4 = {
+    "activation": "geglu",
+    "post_layernorms": True,
+    "qk_layernorm": True,
+    "window_size": 16,
+    "window_attn_skip_freq": 2,
+    "rotary_base_local": 100.0,
+    "global_kv_channels": 32,
+    "global_query_groups": 2,
+    "kv_shared_layers": 2,
+    "per_layer_input_size": 24,
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "bf16": ({}, {"precision": Precision.bf16}),
     "norms of queries": ({"qk_layernorm": True, "post_layernorms": True}, {}),
     "experts": (EXPERTS, {}),
+    "shared keys and layers' inputs": (GEMMA4, {}),
     "recomputed": ({}, {"recompute": Recompute.full}),
     "two of five recomputed": ({}, {"recompute": Recompute.full, "recompute_layers": 2}),
 }

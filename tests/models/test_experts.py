@@ -32,11 +32,10 @@ from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.utils.errors import ConfigError
-from tests.harness import families
-from tests.harness.family_cases import EXPERTS
+from tests.harness import families, family_cases
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
-COUNT, TOP_K = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+COUNT, TOP_K = family_cases.EXPERTS["num_experts"], family_cases.EXPERTS["num_experts_per_tok"]
 
 
 @pytest.fixture(scope="module")

@@ -132,11 +132,19 @@ def test_family_is_the_model_that_transformers_has(
     weights = made.theirs.base_model.named_parameters()
     # ERNIE's bias for the choice of experts is a constant.
     count = sum(weight.numel() for name, weight in weights if "correction_bias" not in name)
-    assert ModelShape.from_config(made.config).num_parameters() == count
+    shape = ModelShape.from_config(made.config)
+    assert shape.num_parameters() == count
     head = made.ours.rm_head.weight.numel()
-    padding = (384 - tiny.SHAPE["vocab_size"]) * 64  # type: ignore[operator]
+    widths = 64, *(size[1] for size in per_layer_table(shape))
+    padding = (384 - shape.vocab_size) * sum(widths)
     assert sum(weight.numel() for weight in made.ours.parameters()) == count + head + padding
     check_names(made)
+
+
+def per_layer_table(shape: ModelShape) -> list[tuple[int, ...]]:
+    """The shape of the layers' own embeddings, if the model has them."""
+    tensors = decoder_tensors.model_tensors(shape)
+    return [size for name, size in tensors.items() if name == decoder_tensors.PER_LAYER_TABLE]
 
 
 def check_names(made: Case) -> None:
@@ -148,7 +156,8 @@ def check_names(made: Case) -> None:
         for entry in entries
         if entry.key != decoder_tensors.HEAD and "_extra_state" not in entry.key
     }
-    wanted[decoder_tensors.EMBEDDING] = (shape.vocab_size, shape.hidden_size)
+    for name in wanted.keys() & {*decoder_tensors.VOCABULARY_TENSORS}:
+        wanted[name] = (shape.vocab_size, *wanted[name][1:])
     layers = {
         f"{decoder_tensors.LAYERS}{layer}.{name}": size
         for layer in range(shape.num_layers)

@@ -301,6 +301,27 @@ FAMILIES |= {
     "latent attention": LATENT,
     "latent attention of plain queries": {**LATENT, "q_lora_rank": None},
 }
+GEMMA4 = {
+    "activation": "geglu",
+    "post_layernorms": True,
+    "qk_layernorm": True,
+    "window_size": 16,
+    "window_attn_skip_freq": 2,
+    "rotary_base_local": 100.0,
+    "global_kv_channels": 32,
+    "global_query_groups": 4,
+    "global_keys_as_values": True,
+}
+FAMILIES |= {
+    "gemma 4": GEMMA4,
+    "small gemma 4": {
+        **GEMMA4,
+        "global_keys_as_values": False,
+        "kv_shared_layers": 2,
+        "kv_shared_double_wide_mlp": True,
+        "per_layer_input_size": 24,
+    },
+}
 FAMILIES["experts with linear attention"] = {
     **FAMILIES["shared expert"],
     **FAMILIES["linear attention"],

@@ -193,7 +193,7 @@ def _convert(
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
     check_tensors(family, config, expected, source.tensors, dropped)
-    zero_groups = -config["num_query_groups"] % tensor_parallel
+    zero_groups = _count_zero_groups(ModelShape.from_config(config), tensor_parallel)
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
     stored = format_of(_dtype_of_weights(tensors, layers))
     headed_config = with_head_shape(config, None if head is None else head.shape)
@@ -232,7 +232,7 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
     """Return ``source`` without the tensors that the family drops, with a note that names them."""
     if not family.dropped:
         return source
-    prefixes = [family.dropped]
+    prefixes = family.dropped(source.config) if callable(family.dropped) else [family.dropped]
     if family.dropped == MTP_LAYERS:
         reader = HfSettings(source.config)
         first, key = reader.layers(), "num_nextn_predict_layers"
@@ -244,7 +244,11 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
         if not name.startswith(tuple(prefixes))
     }
     count = len(source.tensors) - len(tensors)
-    names = ", ".join(f"{prefix}*" for prefix in prefixes)
+    names = ", ".join(
+        f"{prefix}*"
+        for prefix in prefixes
+        if any(name.startswith(prefix) for name in source.tensors)
+    )
     notes = [f"dropped: {count} tensors {names}"] if count else []
     return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
@@ -268,6 +272,22 @@ def _head_sizes(
     if head is None or labels is None:
         return {}
     return head.sizes(hidden_size, count_outputs(source, head, labels))
+
+
+def _count_zero_groups(shape: ModelShape, tensor_parallel: int) -> int:
+    """Count the query groups of zeros that the archive needs for its tensor parallel size.
+
+    Raises:
+        CheckpointError: the layers of a Gemma 4, which differ in their query groups, need some.
+    """
+    counts = {shape.of_layer(layer + 1).num_query_groups for layer in range(shape.num_layers)}
+    if shape.gemma4 is not None and any(count % tensor_parallel for count in counts):
+        raise CheckpointError(
+            f"tensor_parallel: got {tensor_parallel}, wanted a divisor of the numbers of query "
+            f"groups of the layers, {sorted(counts)}. Query groups of zeros cannot be added to a "
+            "Gemma 4, whose layers have several numbers of query groups."
+        )
+    return -shape.num_query_groups % tensor_parallel
 
 
 def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:

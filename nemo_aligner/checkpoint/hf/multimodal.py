@@ -16,6 +16,7 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 # whose text_config has none.
 _DECODERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "internvl": "qwen2",
     "llava": "llama",
     "llava_next": "llama",
@@ -48,7 +49,6 @@ _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _UNSUPPORTED_REASONS = {
     "gemma3n": "its decoder has embeddings in every layer",
-    "gemma4": "its decoder has two sizes of heads, and layers that share keys",
     "llama4": "the layout of its experts is not supported",
     "mllama": "layers of its decoder attend to images",
     "paligemma": "its decoder attends to a prompt in both directions",
@@ -57,7 +57,8 @@ _UNSUPPORTED_REASONS = {
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _DECODER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
 _OTHER_PARTS = re.compile(
-    r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline)\b"
+    r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline"
+    r"|audio_tower|embed_vision|embed_audio)\b"
 )
 _HEADS = ("lm_head.", "score.")
 # Settings of a reward head. They are at the top level of config.json, not in text_config.

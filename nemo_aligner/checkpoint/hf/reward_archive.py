@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import (
+    EMBEDDING,
+    HEAD_PREFIX,
+    PREFIX,
+    VOCABULARY_TENSORS,
+)
 from nemo_aligner.checkpoint.hf.families import family_of
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups, remove_zero_groups
@@ -120,7 +125,7 @@ class RewardArchive:
         Vocabulary padding and query groups of zeros are removed.
         """
         # Rows past the vocabulary are padding.
-        if rule.megatron == EMBEDDING:
+        if rule.megatron in VOCABULARY_TENSORS:
             data = data[: self.config["vocab_size"]]
         model_groups = self.config["num_query_groups"]
         data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, model_groups)
@@ -203,7 +208,7 @@ class RewardArchive:
             data = self.read(rule, layer)
             for name, part in zip(rule.hf, self.split(rule, data), strict=True):
                 part = part.to(rule.dtype or dtype or part.dtype)
-                if rule.megatron == EMBEDDING:
+                if rule.megatron in VOCABULARY_TENSORS:
                     part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
                 yield name, part
 

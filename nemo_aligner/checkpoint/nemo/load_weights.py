@@ -19,6 +19,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     LAYERS,
     OUTPUT_LAYER,
     PREFIX,
+    VOCABULARY_TENSORS,
     Shapes,
     layer_tensors,
     model_tensors,
@@ -77,7 +78,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         outside[OUTPUT_LAYER] = outside[EMBEDDING]
     for name, size in outside.items():
         stored_size = stored.get(name, ((),))[0]
-        may_be_padded = name in (EMBEDDING, OUTPUT_LAYER)
+        may_be_padded = name in VOCABULARY_TENSORS
         is_padded = may_be_padded and stored_size[1:] == size[1:] and stored_size > size
         if stored_size != size and not is_padded:
             actual = f"shape {list(stored_size)}" if name in stored else "none"
@@ -203,7 +204,7 @@ def lazy_decoder(
 
     def outside(name: str) -> LazyTensor:
         size, dtype = stored[name]
-        rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
+        rows = shape.vocab_size if name in VOCABULARY_TENSORS else size[0]
         return LazyTensor((rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows])
 
     def inside(name: str, layer: int) -> LazyTensor:

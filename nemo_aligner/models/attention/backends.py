@@ -394,10 +394,10 @@ def scores_of(shape: ModelShape, layer_number: int) -> Scores:
 
 def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
     """Yield the ``Case`` that every layer's attention has when the model scores on a GPU."""
-    heads = shape.num_attention_heads, shape.num_query_groups
     for layer_number in range(1, shape.num_layers + 1):
-        scores = scores_of(shape, layer_number)
-        yield Case("cuda", dtype, *heads, shape.kv_channels, scores, learns=False)
+        layer, scores = shape.of_layer(layer_number), scores_of(shape, layer_number)
+        heads = layer.num_attention_heads, layer.num_query_groups
+        yield Case("cuda", dtype, *heads, layer.kv_channels, scores, learns=False)
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
@@ -407,7 +407,8 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
-    reason = varlen.why_no_kernel(dtype, shape.kv_channels)
+    channels = _widest_head(shape)
+    reason = varlen.why_no_kernel(dtype, channels)
     if reason is None:
         missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
         reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
@@ -415,7 +416,7 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
         reason += "install flash-attn >= 2.6" if is_installable else "install torch >= 2.11"
     if shape.attention_sinks:
         return f"attention runs one sequence at a time, and computes scores twice: {reason}"
-    if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
+    if not has_cap and not one_by_one.takes_equal_heads(dtype, channels):
         reason += "; SDPA has no fused kernel for it either, and scores are computed twice"
     return f"attention runs one sequence at a time, which is slow: {reason}"
 
@@ -433,7 +434,13 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
     has_window = any(Feature.WINDOW in case.features for case in gpu_cases(shape, dtype))
     if has_window and not varlen.has_operator(True):
         return f"torch {torch.__version__} has no kernel for {Feature.WINDOW.value}"
-    return varlen.why_no_kernel(dtype, shape.kv_channels)
+    return varlen.why_no_kernel(dtype, _widest_head(shape))
+
+
+def _widest_head(shape: ModelShape) -> int:
+    """Return the channels of the widest head in any layer."""
+    layers = range(1, shape.num_layers + 1)
+    return max(shape.of_layer(number).kv_channels for number in layers)
 
 
 def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
@@ -447,5 +454,5 @@ def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
         and shape.attn_logit_softcapping is None
         and not shape.attention_sinks
         and slow_attention(shape, dtype) is not None
-        and one_by_one.takes_equal_heads(dtype, shape.kv_channels)
+        and one_by_one.takes_equal_heads(dtype, _widest_head(shape))
     )

@@ -8,7 +8,7 @@ packs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -386,7 +386,10 @@ class KeyValuePool:
     """Keys and values of ``slots`` tokens, ``[groups, c]`` each, for every layer of this rank.
 
     It is allocated once. Keys are stored after RoPE. The prefix cache keeps track of which slot
-    holds which token.
+    holds which token. Layers may differ in groups and channels.
+
+    Args:
+        sizes: for each layer's number its key heads on this rank, and the channels of a head.
 
     Attributes:
         states: the pool of the layers with linear attention; None for a model without.
@@ -396,16 +399,14 @@ class KeyValuePool:
 
     def __init__(
         self,
-        layer_numbers: Sequence[int],
+        sizes: Mapping[int, tuple[int, int]],
         slots: int,
-        groups: int,
-        channels: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (2, slots, groups, channels)
         self._layers = {
-            number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers
+            number: torch.empty((2, slots, *size), dtype=dtype, device=device)
+            for number, size in sizes.items()
         }
 
     @property

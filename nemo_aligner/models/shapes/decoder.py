@@ -13,6 +13,7 @@ from nemo_aligner.config.common import (
 )
 from nemo_aligner.models.shapes.experts import QUICK_GEGLU, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
+from nemo_aligner.models.shapes.gemma4 import Gemma4Shape, read_gemma4
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
 from nemo_aligner.models.shapes.hybrid import (
     ATTENTION,
@@ -59,6 +60,7 @@ _NAMED_LATER = {
     "proj_bias": False,
     "has_mixer": True,
     "has_mlp": True,
+    "gemma4": None,
 }
 # Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER_OF_EXPERTS = {
@@ -136,6 +138,8 @@ class ModelShape:
             (``shapes/hybrid.py``). None if all layers have both a mixer (attention of any kind) and
             an MLP.
         has_mixer, has_mlp: False only in what ``of_layer`` returns for a layer of a hybrid model.
+        gemma4: traits of a Gemma 4; None for other models. ``kv_channels`` and ``num_query_groups``
+            are then those of layers with a window, and ``of_layer`` has those of each layer.
     """
 
     num_layers: int
@@ -192,6 +196,7 @@ class ModelShape:
     hybrid_pattern: str | None = None
     has_mixer: bool = True
     has_mlp: bool = True
+    gemma4: Gemma4Shape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields by which resuming from a checkpoint checks that the model is the same.
@@ -234,7 +239,7 @@ class ModelShape:
                 f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
                 f"{heads} attention heads"
             )
-        return cls(
+        shape = cls(
             num_layers=count_of_config(config, "num_layers"),
             hidden_size=hidden,
             ffn_hidden_size=count_of_config(config, "ffn_hidden_size"),
@@ -266,7 +271,11 @@ class ModelShape:
             head=read_head_shape(config),
             latent_attention=latent,
             hybrid_pattern=read_hybrid_pattern(config),
+            gemma4=read_gemma4(config),
         )
+        if shape.gemma4 is not None:
+            shape.gemma4.check_layers(shape.are_global)
+        return shape
 
     @property
     def is_gated(self) -> bool:
@@ -321,8 +330,14 @@ class ModelShape:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same modules, so that archives stack their tensors."""
-        is_of_one_kind = self.linear_attention is None and self.moe_layer_freq is None
-        return is_of_one_kind and self.hybrid_pattern is None
+        has_one_kind = self.gemma4 is None or self.gemma4.layer is not None
+        is_hybrid = self.linear_attention is not None or self.hybrid_pattern is not None
+        return self.moe_layer_freq is None and has_one_kind and not is_hybrid
+
+    @property
+    def are_global(self) -> list[bool]:
+        """Tell for each layer whether it has no window."""
+        return [self.window_of(number + 1) is None for number in range(self.num_layers)]
 
     def of_layer(self, layer_number: int) -> ModelShape:
         """Return the shape of a model whose layers all have the modules of this one layer.
@@ -344,6 +359,8 @@ class ModelShape:
                 has_mixer=kind in MIXERS,
                 has_mlp=kind not in MIXERS,
             )
+        if self.gemma4 is not None:
+            return self._of_gemma4_layer(self.gemma4, layer_number)
         is_full = is_in(self.linear_attention_freq, layer_number, 0)
         is_dense = self.moe_layer_freq is not None and not self.moe_layer_freq[layer_number - 1]
         return replace(
@@ -352,6 +369,20 @@ class ModelShape:
             linear_attention_freq=None,
             experts=None if is_dense else self.experts,
             moe_layer_freq=None,
+        )
+
+    def _of_gemma4_layer(self, gemma4: Gemma4Shape, layer_number: int) -> ModelShape:
+        are_global = self.are_global
+        traits = gemma4.of_layer(layer_number, are_global)
+        assert traits.layer is not None
+        is_global = are_global[layer_number - 1]
+        is_wide = gemma4.double_wide and traits.layer.keys_from is not None
+        return replace(
+            self,
+            kv_channels=gemma4.global_channels if is_global else self.kv_channels,
+            num_query_groups=gemma4.global_groups if is_global else self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size * (1 + is_wide),
+            gemma4=traits,
         )
 
     def snapshot_bytes(self, element_bytes: int) -> int:
@@ -373,6 +404,8 @@ class ModelShape:
             self.linear_attention.check_fits(tp)
         if self.latent_attention is not None:
             self.latent_attention.check_fits(tp)
+        if self.gemma4 is not None:
+            self.gemma4.check_fits(tp, pp, self.are_global)
         if self.experts is not None:
             self.experts.check_fits(tp, ep)
         elif ep > 1:
@@ -389,10 +422,13 @@ class ModelShape:
             ("query groups", self.num_query_groups),
         ):
             if self._has_layers_of(ATTENTION) and count % tp != 0:
-                raise ConfigError(
-                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
+                advice = (
                     f"Convert the checkpoint with nemo-aligner convert --tensor-parallel={tp}, "
                     "which adds query groups of zeros."
+                )
+                raise ConfigError(
+                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
+                    + (advice if self.gemma4 is None else "A Gemma 4 cannot be padded.")
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(
@@ -415,7 +451,21 @@ class ModelShape:
         """Count the parameters of backbone and embedding table, without vocabulary padding."""
         numbers = range(1, self.num_layers + 1)
         layers = sum(sum(self.of_layer(number).layer_parameters()) for number in numbers)
-        return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
+        outside = self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
+        return layers + outside + sum(self.per_layer_embedding(self.vocab_size))
+
+    def per_layer_embedding(self, rows: int) -> tuple[int, int]:
+        """Count the parameters outside the layers that give every layer an input of its own.
+
+        Args:
+            rows: rows of the table of the layers' embeddings.
+
+        Returns:
+            The parameters that TP shards, and the replicated ones; 0 for models without.
+        """
+        if self.gemma4 is None:
+            return 0, 0
+        return self.gemma4.outer_parameters(self.hidden_size, rows, self.num_layers)
 
     def layer_parameters(self) -> tuple[int, int]:
         """Count a layer's parameters: those that TP shards, and those that all ranks replicate.
@@ -428,6 +478,9 @@ class ModelShape:
         split, replicated = self._mixer_parameters() if self.has_mixer else (0, 0)
         if not self.has_mlp:
             return split, norms + replicated
+        if self.gemma4 is not None:
+            of_input = self.gemma4.layer_parameters(self.hidden_size)
+            split, replicated = split + of_input[0], replicated + of_input[1]
         if self.experts is None:
             mlp = self._mlp_matrices * self.hidden_size * self.ffn_hidden_size
             if self.linear_bias:
@@ -448,10 +501,27 @@ class ModelShape:
         if self.latent_attention is not None:
             return self.latent_attention.parameters(self.hidden_size)
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
-        norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
+        widths = self.qk_norm_widths()[: 1 + self.has_keys]
+        norms = sum(map(self.norm_parameters, widths)) if self.qk_layernorm else 0
         sinks = self.attention_sinks * self.num_attention_heads
-        split = self._attention_parameters() + self.qkv_bias * biases + sinks
+        split = self.attention_parameters() + self.qkv_bias * biases + sinks
         return split, norms + self.proj_bias * self.hidden_size
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the layer computes keys; else it reads an earlier layer's (Gemma 4)."""
+        layer = None if self.gemma4 is None else self.gemma4.layer
+        return layer is None or layer.keys_from is None
+
+    @property
+    def key_value_width(self) -> int:
+        """Outputs of a layer's projection of keys and values.
+
+        This shape must be the one that ``of_layer`` returns for that layer.
+        """
+        layer = None if self.gemma4 is None else self.gemma4.layer
+        kinds = 1 if layer is not None and layer.keys_as_values else 2
+        return self.has_keys * kinds * self.num_query_groups * self.kv_channels
 
     def qk_norm_widths(self) -> tuple[int, int]:
         """Return how many channels a norm of queries and one of keys has, over all TP ranks."""
@@ -475,11 +545,11 @@ class ModelShape:
         """
         layers = [self.of_layer(number) for number in range(1, self.num_layers + 1)]
         width = sum(layer.active_mlp_width for layer in layers) / self.num_layers
-        mixers = sum(layer.has_mixer for layer in layers) / self.num_layers
-        linear = mixers * self._attention_parameters()
-        linear += self._mlp_matrices * self.hidden_size * width
-        full = sum(layer.has_mixer and layer.linear_attention is None for layer in layers)
-        return full / self.num_layers * 2 * self.num_attention_heads * self.kv_channels / linear
+        mixers = [layer for layer in layers if layer.has_mixer]
+        attention = sum(layer.attention_parameters() for layer in mixers) / self.num_layers
+        linear = attention + self._mlp_matrices * self.hidden_size * width
+        channels = sum(layer.kv_channels for layer in mixers if layer.linear_attention is None)
+        return channels / self.num_layers * 2 * self.num_attention_heads / linear
 
     @property
     def active_mlp_width(self) -> int:
@@ -495,10 +565,10 @@ class ModelShape:
     def _mlp_matrices(self) -> int:
         return 3 if self.is_gated else 2
 
-    def _attention_parameters(self) -> int:
+    def attention_parameters(self) -> int:
         """Count the parameters of the weight matrices of a layer's attention."""
         if self.latent_attention is not None:
             return self.latent_attention.parameters(self.hidden_size)[0]
         heads = self.num_attention_heads * self.kv_channels
-        groups = self.num_query_groups * self.kv_channels
-        return self.hidden_size * ((2 + self.attention_output_gate) * heads + 2 * groups)
+        rows = (2 + self.attention_output_gate) * heads + self.key_value_width
+        return self.hidden_size * rows

@@ -102,6 +102,18 @@ CASES: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
     },
 }
+CASES["gemma4"] = {
+    "text_config": {**TEXT, **family_cases.CASES["gemma4_small"]},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
 CASES["qwen3_5_moe"] = {
     **CASES["qwen3_5"],
     "text_config": {**CASES["qwen3_5"]["text_config"], **families.CASES["qwen3_5_moe"]},

@@ -161,8 +161,8 @@ def cases_of(
 
 def new_pool(pack: RandomPack, tables: Sequence[Tensor], case: Case) -> KeyValuePool:
     """Make the pool of one layer that has the keys and values of the pack's cached prefixes."""
-    kind = SLOTS, case.key_heads, case.channels, case.dtype, case.device
-    pool = KeyValuePool([LAYER], *kind)
+    sizes = {LAYER: (case.key_heads, case.channels)}
+    pool = KeyValuePool(sizes, SLOTS, case.dtype, case.device)
     pooled = torch.zeros(2, SLOTS, case.key_heads, case.channels, dtype=case.dtype)
     for tokens, prefix in pack.cached:
         for rows, table in zip(pooled, tables[1:], strict=True):

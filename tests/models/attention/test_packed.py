@@ -53,7 +53,7 @@ TABLES = draw_tables(GROUPS, CHANNELS)
 
 def pool(dtype: torch.dtype = torch.float64) -> KeyValuePool:
     """One layer, number 3, that has the two beginnings."""
-    made = KeyValuePool([3], SLOTS, GROUPS, CHANNELS, dtype, "cpu")
+    made = KeyValuePool({3: (GROUPS, CHANNELS)}, SLOTS, dtype, "cpu")
     for tokens, slots in ((FIRST, FIRST_SLOTS), (SECOND, SECOND_SLOTS)):
         for kept, table in zip(made.layer(3), TABLES[1:], strict=True):
             kept[slots] = at(table, tokens).to(dtype)

@@ -7,6 +7,7 @@
   Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``, ``hunyuan``, ``cohere``, ``apertus``: the
   decoders with these names and relatives.
+- ``gemma4``: Gemma 4, whose layers have two sizes of heads.
 - ``neox``: GPT-NeoX (Pythia) and StarCoder2.
 - ``nemotron_h``: Nemotron-H, whose layers have either a mixer or an MLP.
 - ``mixtures`` and ``ernie``: mixture-of-experts (MoE) models.
@@ -44,6 +45,7 @@ from nemo_aligner.checkpoint.hf.families.deepseek import (
 )
 from nemo_aligner.checkpoint.hf.families.ernie import ERNIE4_5_MOE
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from nemo_aligner.checkpoint.hf.families.gemma4 import GEMMA4
 from nemo_aligner.checkpoint.hf.families.glm import ERNIE4_5, GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.gpt_oss import GPT_OSS
 from nemo_aligner.checkpoint.hf.families.hunyuan import HUNYUAN
@@ -124,6 +126,7 @@ _BUILT_IN = (
     QWEN3_NEXT,
     GPT_OSS,
     NEMOTRON_H,
+    GEMMA4,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 

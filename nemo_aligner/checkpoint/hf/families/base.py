@@ -447,6 +447,7 @@ PLAIN: Mapping[str, Any] = {
     "attention_sinks": False,
     "proj_bias": False,
     "hybrid_pattern": None,
+    "gemma4": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -482,12 +483,15 @@ class ModelFamily:
             weights.
         dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
             model does not need them; "" if there are none. ``MTP_LAYERS`` stands for the layers
-            that follow the decoder's last one.
+            that follow the decoder's last one. A function returns the prefixes for a
+            ``config.json``.
         dense_mlp: rules for the MLP, and the norm before it, of the layers without experts in a
             mixture-of-experts model. They replace the rules of experts, router and norm in
             ``layer`` or ``linear_layer``.
         prefixes: prefixes of tensor names that transformers has in memory, and writes for some
             classes, with the published prefixes.
+        rules_of: function that returns the rules of a layer from ``ModelShape.of_layer`` of it, for
+            families whose layers differ in the sizes of heads; None means ``layer``.
     """
 
     name: str
@@ -501,8 +505,9 @@ class ModelFamily:
     gguf: GgufFormat | None = None
     layer_prefix: str = "model.layers."
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    dropped: str = ""
+    dropped: str | Callable[[Config], list[str]] = ""
     dense_mlp: tuple[Rule, ...] = DENSE_MLP
+    rules_of: Callable[[ModelShape], tuple[Rule, ...]] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def published_name(self, name: str) -> str:
@@ -524,7 +529,7 @@ class ModelFamily:
         """
         shape = ModelShape.from_config(config)
         return [
-            *((rule, None) for rule in self.model),
+            *((rule, None) for rule in self.model if rule.is_in(config)),
             *(
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
@@ -540,6 +545,8 @@ class ModelFamily:
     def _layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """Return the rules of a layer, which depend on its attention and MLP; counted from 0."""
         of_layer = shape.of_layer(layer + 1)
+        if self.rules_of is not None:
+            return self.rules_of(of_layer)
         rules = self.layer if of_layer.linear_attention is None else self.linear_layer
         mixer = [rule for rule in rules if not rule.megatron.startswith(("mlp.", EXPERTS_NORM))]
         if not of_layer.has_mlp:

@@ -53,9 +53,6 @@ _REASONS = {
     "latent attention with experts and scaled queries is not supported": "mistral4",
     "latent attention with scaled embeddings is not supported": "minicpm3",
     "embeddings in every layer are not supported": "gemma3n_text",
-    "two sizes of heads, keys as values, and layers that share keys are not supported": (
-        "gemma4_text"
-    ),
     "Gemma 2 without norms of the outputs of attention and MLP is not supported": ("vaultgemma"),
 }
 _REASON_BY_NAME = {name: reason for reason, names in _REASONS.items() for name in names.split()}

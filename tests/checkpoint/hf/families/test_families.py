@@ -31,7 +31,7 @@ from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
 from tests.harness import families, family_cases, tiny
-from tests.harness.families import CASES, WINDOW
+from tests.harness.family_cases import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # Settings in every config.json.
@@ -40,11 +40,14 @@ SIZES = {
     for key, value in tiny.SHAPE.items()
     if key not in ("rms_norm_eps", "tie_word_embeddings")
 }
-# Latent attention has a key for each head, and DeepSeek-V2 no default of the experts of a token.
+# Settings that a family needs in addition. Latent attention has a key for each head, and
+# DeepSeek-V2 no default of the experts of a token.
 LATENT_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 6},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    # The layers' embeddings have as many rows as the token embeddings.
+    "gemma4_text": {"vocab_size_per_layer_input": SIZES["vocab_size"]},
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -349,9 +352,10 @@ def test_family_export_is_what_was_converted(
     shape = families.odd_settings(case) if is_odd else {}
     families.write_reward_model(tmp_path / "there", case, dtype, **shape)
     # Two or three query groups; a group of zeros is added, and removed by the export. Latent
-    # attention without a latent of queries takes no more heads than divide its latents.
+    # attention without a latent of queries takes no more heads than divide its latents, and a Gemma
+    # 4 takes no groups of zeros.
     tensor_parallel = 2 if is_odd else 3
-    if case == "deepseek_v3_untied":
+    if case == "deepseek_v3_untied" or case.startswith("gemma4"):
         tensor_parallel = 1
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=tensor_parallel)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
