@@ -122,6 +122,7 @@ class GPTRewardModel(GPTModel):
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._linear_attention = shape.linear_attention
+        self._latent_attention = shape.latent_attention
         self.has_states = shape.linear_attention is not None
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Round the embeddings' factor to the model's dtype, as in Gemma's own training.
@@ -310,20 +311,20 @@ class GPTRewardModel(GPTModel):
     def new_key_value_pool(self, slots: int, states: int = 0) -> KeyValuePool:
         """Allocate a pool for this rank's layers and heads, in the model's dtype.
 
+        With latent attention it has latents, which all tensor parallel ranks keep whole.
+
         Args:
-            slots: number of tokens whose keys and values fit.
+            slots: number of tokens whose keys and values, or latents, fit.
             states: number of snapshots of linear attention's states that fit.
         """
         layers = [module for module in self.modules() if isinstance(module, PackedAttention)]
         config, tp = self.config, self.config.tensor_model_parallel_size
         kind = {"dtype": config.params_dtype, "device": next(self.parameters()).device}
-        pool = KeyValuePool(
-            [layer.layer_number for layer in layers],
-            slots,
-            config.num_query_groups // tp,
-            config.kv_channels,
-            **kind,
-        )
+        tensors, groups, channels = 2, config.num_query_groups // tp, config.kv_channels
+        if self._latent_attention is not None:
+            tensors, groups, channels = 1, 1, self._latent_attention.latent_width
+        numbers = [layer.layer_number for layer in layers]
+        pool = KeyValuePool(numbers, slots, groups, channels, **kind, tensors=tensors)
         if self._linear_attention is not None:
             numbers = [
                 module.layer_number
