@@ -194,7 +194,9 @@ class LatentAttention(MegatronModule):
             return query, keys, rotary_key
         by_head = mixed.unflatten(-1, (self._heads, -1))
         query, part = by_head.tensor_split([latent.key_channels], -1)
-        keys, rotary_key = self._gather(part.flatten(2)).split(sizes, -1)
+        # Behind the latent come the zeros of heads that were added for tensor parallelism.
+        gathered = self._gather(part.flatten(2))[..., : latent.latent_width]
+        keys, rotary_key = gathered.split(sizes, -1)
         return query.flatten(2), keys, rotary_key
 
     def _gather(self, part: Tensor) -> Tensor:

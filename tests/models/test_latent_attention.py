@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,8 +26,9 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.planning.planner import PlanRequest, render_heading
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests.checkpoint.hf.exporting import edit_tensors
+from tests.checkpoint.hf.exporting import assert_same, edit_tensors, export, tensors_of
 from tests.harness import families, tiny
 from tests.models import layouts
 from tests.models.test_linear_attention import sequences_with
@@ -55,9 +57,10 @@ def test_latent_attention_rewards_are_bit_identical_in_any_pack(
         assert torch.equal(backwards.flip(0), alone), shared
 
 
-def write_scored(folder: Path, case: str) -> Path:
+def write_scored(folder: Path, case: str, tensor_parallel: int = 1) -> Path:
     families.write_reward_model(folder / "hf", case, torch.float32)
-    convert_hf_to_nemo(folder / "hf", folder / "rm.nemo", seq_length=cached_states.BUDGET)
+    options = {"seq_length": cached_states.BUDGET, "tensor_parallel": tensor_parallel}
+    convert_hf_to_nemo(folder / "hf", folder / "rm.nemo", **options)
     return folder / "rm.nemo"
 
 
@@ -85,13 +88,32 @@ def test_latent_attention_rewards_are_bit_identical_from_the_prefix_cache(
 def test_latent_attention_rewards_are_bit_identical_from_the_prefix_cache_at_any_layout(
     tmp_path: Path,
 ) -> None:
+    """With as many heads of zeros, so that the second tensor parallel rank has no others."""
     stages = {"TP=2": 1, "PP=2": 2, "CP=2": 1}
-    archive = write_scored(tmp_path, "deepseek_v3_untied")
+    archive = write_scored(tmp_path, "deepseek_v3_untied", tensor_parallel=8)
     script = "tests/serving/engine/cached_states.py"
     done = tiny.run_script(script, str(archive), *stages, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])
     for name, of_layout in found.items():
         check_cached(of_layout, "deepseek_v3_untied", stages[name])
+        assert of_layout["spread"] == pytest.approx(found["PP=2"]["spread"], rel=0.01)
+
+
+@both
+def test_latent_attention_takes_heads_of_zeros(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """Four heads become six: rewards stay, and an export has the four again."""
+    samples, _ = sequences_with(31)
+    plain = write_scored(tmp_path / "plain", case)
+    padded = write_scored(tmp_path / "padded", case, tensor_parallel=3)
+    expected, rewards = (
+        load_scorer(archive, layout, micro_batch_tokens=1200).score_token_lists(samples)
+        for archive in (plain, padded)
+    )
+    np.testing.assert_allclose(rewards, expected, atol=1e-5)
+    export(padded, tmp_path / "out", layout)
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "padded/hf"))
 
 
 def test_plan_shows_the_memory_of_cached_latents() -> None:
@@ -152,7 +174,7 @@ def test_latent_attention_config_of_what_is_not_built_is_rejected() -> None:
             {"kv_lora_rank": 33},
             "kv_lora_rank: got 33 without q_lora_rank, wanted kv_lora_rank",
         ),
-        (plain, {"zero_query_groups": 1}, "zero_query_groups: got 1 without q_lora_rank"),
+        (plain, {"zero_query_groups": 4}, "zero_query_groups: got 4, wanted a whole number from 0"),
     ]
     for config, changes, message in bad:
         with pytest.raises(CheckpointError, match=message):
