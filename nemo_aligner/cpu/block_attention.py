@@ -39,7 +39,7 @@ _GRAIN = 2**15
 
 
 def attend_in_blocks(
-    joined: Tensor,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
     plan: BlockPlan,
@@ -52,8 +52,7 @@ def attend_in_blocks(
     The pack has T tokens, and C tokens are cached; a head has c channels.
 
     Args:
-        joined: ``[T, groups, repeats + 1, c]``, contiguous: for each group its query heads and then
-            its key, after RoPE.
+        query: ``[T, groups, repeats, c]``, contiguous: for each group its query heads, after RoPE.
         key, value: ``[C + T, groups, c]`` of the cached tokens and of the pack's tokens.
         plan: the pack's plan for layers with these heads and this window.
         scale: factor of the scores; None is ``c ** -0.5``.
@@ -61,12 +60,12 @@ def attend_in_blocks(
         sinks: logits ``[heads]`` of attention sinks; None if there are none.
 
     Returns:
-        ``[T, heads, c]`` in the dtype of ``joined``.
+        ``[T, heads, c]`` in the dtype of ``query``.
     """
-    tokens, groups, width, channels = joined.shape
-    heads = groups * (width - 1)
-    precise = torch.promote_types(joined.dtype, torch.float32)
-    queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
+    tokens, groups, repeats, channels = query.shape
+    heads = groups * repeats
+    precise = torch.promote_types(query.dtype, torch.float32)
+    queries = query.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
     # With a soft cap, the scores include the sinks already.
@@ -96,7 +95,7 @@ def attend_in_blocks(
         outputs.add(plan.ends, *(_join(pieces) for pieces in zip(*ends, strict=True)))
     if joined_sinks is not None:
         outputs.join_sinks(torch.cat([plan.complete, plan.ends]), joined_sinks)
-    return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
+    return outputs.out[:-1].view(tokens, heads, channels).to(query.dtype)
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
@@ -245,8 +244,8 @@ class BlockPlan:
 
     Attributes:
         steps: the keys of the calls: first the spans in order of position, then the runs.
-        queries: ``[N, groups * repeats * BLOCK]`` int64 row indices of ``joined``, viewed as ``[T *
-            groups * (repeats + 1), c]``, block by block in the order of the steps.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 row indices of the pack's queries ``[T *
+            heads, c]``, block by block in the order of the steps.
         targets: the output row of each query, same size, but in the kernel's order of outputs, for
             a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
         complete: targets, flattened, of the blocks that see all their keys in one call.
@@ -466,12 +465,9 @@ def _stack_keys(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 def _place_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
     """Convert the token rows ``[N, BLOCK]`` to ``BlockPlan.queries`` and ``BlockPlan.targets``."""
-    # Head number g * repeats + i is the i-th query head of group g. In ``joined`` the group's key
-    # follows its query heads.
-    repeats = heads // groups
-    head = np.arange(heads).reshape(groups, repeats)
-    place = np.arange(groups * (repeats + 1)).reshape(groups, repeats + 1)[:, :-1]
-    queries = np.maximum(rows, 0)[:, None, None, :] * (heads + groups) + place[:, :, None]
+    # Head number g * repeats + i is the i-th query head of group g.
+    head = np.arange(heads).reshape(groups, -1)
+    queries = np.maximum(rows, 0)[:, None, None, :] * heads + head[:, :, None]
     targets = np.where(rows < 0, tokens, rows)[:, None, :, None] * heads + head.T[:, None, :]
     nowhere = np.minimum(targets, tokens * heads)
     blocks = len(rows)

@@ -46,7 +46,7 @@ class PooledTokens:
 
 
 def attend_by_kernel(
-    joined: Tensor,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
     pooled: PooledTokens | None,
@@ -58,8 +58,8 @@ def attend_by_kernel(
     """Attend each token of a pack causally to its own sequence, and store keys in the pool.
 
     Args:
-        joined: ``[T, groups, repeats + 1, c]`` in any strides: for each group its query heads and
-            then its key, after RoPE.
+        query: ``[T, groups, repeats, c]`` in any strides of tokens and groups: for each group its
+            query heads, after RoPE.
         key, value: ``[T, groups, c]`` of the pack's tokens, in any strides.
         pooled: the cached tokens; None if the pack neither reads nor stores any.
         scale: factor of the scores; None is ``c ** -0.5``.
@@ -67,10 +67,9 @@ def attend_by_kernel(
         sinks: logits ``[heads]`` of attention sinks in fp32; None if there are none.
 
     Returns:
-        ``[T, heads, c]`` in the dtype of ``joined``.
+        ``[T, heads, c]`` in the dtype of ``query``.
     """
-    tokens, groups, width, channels = joined.shape
-    repeats = width - 1
+    tokens, groups, repeats, channels = query.shape
     pools: Tensor | tuple[None, None] = (None, None)
     stored: tuple[int | None, int | None, int] = (None, None, 0)
     if pooled is not None:
@@ -79,12 +78,12 @@ def attend_by_kernel(
     keys, values = (_Source.of(*pair) for pair in zip(pools, (key, value), strict=True))
     if sinks is not None:
         sinks = sinks.contiguous()
-    out = joined.new_empty(tokens, groups * repeats, channels)
+    out = query.new_empty(tokens, groups * repeats, channels)
     kernels.call(
         "attend",
-        joined.dtype is torch.bfloat16,
-        joined.data_ptr(),
-        *joined.stride()[:2],
+        query.dtype is torch.bfloat16,
+        query.data_ptr(),
+        *query.stride()[:2],
         ctypes.byref(keys),
         ctypes.byref(values),
         out.data_ptr(),
@@ -151,7 +150,7 @@ def plan_items(
         segments: the pack's segments from ``list_segment_keys``.
         num_tokens: number of tokens of the whole pack, even if this rank computes only a part.
         cached_slots: ``[C]`` int64 slots of the cached tokens; ``SegmentKeys.keys`` counts these C
-            tokens first.
+            tokens first. None if ``num_tokens`` includes the cached tokens.
     """
     row_of = np.arange(num_tokens)
     if cached_slots is not None:

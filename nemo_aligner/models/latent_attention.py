@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_aligner.cpu import kernels
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -145,18 +146,38 @@ class LatentAttention(MegatronModule):
         if self.q_latent_layernorm is not None and self.linear_q_up_proj is not None:
             normed = self.q_latent_layernorm.forward(query.contiguous())
             query = self.linear_q_up_proj.infer(normed)
-        expanded = self.linear_kv_up_proj.infer(
-            self.kv_latent_layernorm.forward(latent.contiguous())
-        )
-        plain_key, value = self._split_keys(expanded.squeeze(1))
-        # [T, heads, 2, c]: the query of each head, then its key.
-        joined = mixed.new_empty(mixed.size(0), self._heads, 2, self._latent.key_channels)
-        joined[:, :, 0] = query.view(joined[:, :, 0].shape)
-        joined[:, :, 1, : rotary_key.size(-1)] = rotary_key
-        joined[:, :, 1, rotary_key.size(-1) :] = plain_key
-        core = self.core_attention
-        infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        return self._cut(infer(joined, self._pad(value), context))
+        query = self._rotate(query.unflatten(-1, (self._heads, -1)), context).squeeze(1)
+        rotary_key = self._rotate(rotary_key.unsqueeze(2), context).squeeze(2)
+        normed = self.kv_latent_layernorm.forward(latent.contiguous())
+        latents, core = torch.cat([normed, rotary_key], dim=-1), self.core_attention
+        # The ring passes on the keys of this rank's tokens. In all other cases latents are gathered
+        # and cached, which are far smaller than the keys and values of all heads.
+        has_all_keys = not core.uses_ring(context.segments)
+        if has_all_keys:
+            gathered = context.segments.gather(latents)
+            (latents,) = context.segments.with_cached(core.layer_number, *gathered)
+        key, value = self._expand(latents)
+        return self._cut(core.attend(query, key, value, context, has_all_keys))
+
+    def _rotate(self, heads: Tensor, context: PackContext) -> Tensor:
+        """Apply RoPE to ``heads [T, 1, heads, c]`` without gradients; may overwrite ``heads``."""
+        rotate_heads = kernels.rotate if kernels.take(heads, multiple=1) else rotate
+        return rotate_heads(heads, *context.tables[self.core_attention.rotation])
+
+    def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values ``[n, heads, c]`` of this rank's heads, for scoring.
+
+        Every row is bit-identical whichever rows are computed with it, so a cached token has the
+        keys and values that it had in its own pack.
+
+        Args:
+            latents: ``[n, 1, kv_lora_rank + r]``: normed latents and shared keys after RoPE.
+        """
+        rank = self._latent.kv_lora_rank
+        expanded = self.linear_kv_up_proj.infer(latents[..., :rank].contiguous()).squeeze(1)
+        plain_key, value = self._split_keys(expanded)
+        rotary_key = latents[..., rank:].expand(-1, self._heads, -1)
+        return torch.cat([rotary_key, plain_key], dim=-1), self._pad(value)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``mixed [T, 1, projection / ranks]``, and gather the latents of all ranks.
@@ -173,7 +194,9 @@ class LatentAttention(MegatronModule):
             return query, keys, rotary_key
         by_head = mixed.unflatten(-1, (self._heads, -1))
         query, part = by_head.tensor_split([latent.key_channels], -1)
-        keys, rotary_key = self._gather(part.flatten(2)).split(sizes, -1)
+        # Behind the latent come the zeros of heads that were added for tensor parallelism.
+        gathered = self._gather(part.flatten(2))[..., : latent.latent_width]
+        keys, rotary_key = gathered.split(sizes, -1)
         return query.flatten(2), keys, rotary_key
 
     def _gather(self, part: Tensor) -> Tensor:

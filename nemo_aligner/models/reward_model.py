@@ -123,6 +123,7 @@ class GPTRewardModel(GPTModel):
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._linear_attention = shape.linear_attention
+        self._latent_attention = shape.latent_attention
         self.has_states = shape.linear_attention is not None
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Round the embeddings' factor to the model's dtype, as in Gemma's own training.
@@ -321,8 +322,10 @@ class GPTRewardModel(GPTModel):
     def new_key_value_pool(self, slots: int, states: int = 0) -> KeyValuePool:
         """Allocate a pool for this rank's layers and heads, in the model's dtype.
 
+        With latent attention it has latents, which all tensor parallel ranks keep whole.
+
         Args:
-            slots: number of tokens whose keys and values fit.
+            slots: number of tokens whose keys and values, or latents, fit.
             states: number of snapshots of linear attention's states that fit.
         """
         layers = [module for module in self.modules() if isinstance(module, PackedAttention)]
@@ -332,7 +335,11 @@ class GPTRewardModel(GPTModel):
             layer.layer_number: (layer.config.num_query_groups // tp, layer.config.kv_channels)
             for layer in layers
         }
-        pool = KeyValuePool(sizes, slots, **kind)
+        tensors = 2
+        if self._latent_attention is not None:
+            tensors, size = 1, (1, self._latent_attention.latent_width)
+            sizes = dict.fromkeys(sizes, size)
+        pool = KeyValuePool(sizes, slots, **kind, tensors=tensors)
         if self._linear_attention is not None:
             numbers = [
                 module.layer_number

@@ -380,18 +380,21 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
         "memory, "
         f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
         f"{request.inter_node:g} GB/s beyond\n"
-        f"{_describe_snapshots(shape, planner.precision)}"
+        f"{_describe_prefix_cache(shape, planner.precision)}"
     )
 
 
-def _describe_snapshots(shape: ModelShape, precision: Precision) -> str:
-    """Describe what a server's cached states cost; "" for a model without linear attention."""
-    size = shape.snapshot_bytes(ELEMENT_BYTES[precision])
-    if not size:
-        return ""
+def _describe_prefix_cache(shape: ModelShape, precision: Precision) -> str:
+    """Describe the memory of a server's cached tokens, and of cached states if there are any."""
+    size = shape.cached_token_bytes(ELEMENT_BYTES[precision])
+    ranks = "tensor and pipeline" if shape.latent_attention is None else "pipeline"
+    snapshot = shape.snapshot_bytes(ELEMENT_BYTES[precision])
+    states = (
+        f", and {snapshot / 1e6:,.1f} MB for each of server.prefix_cache_states" if snapshot else ""
+    )
     return (
-        f"A server's prefix cache: {size / 1e6:,.1f} MB for each of server.prefix_cache_states, "
-        "split over the tensor and pipeline parallel ranks\n"
+        f"A server's prefix cache: {size / 1e3:,.1f} kB for each of "
+        f"server.prefix_cache_tokens{states}, split over the {ranks} parallel ranks\n"
     )
 
 

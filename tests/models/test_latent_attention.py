@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.cpu.products import BATCH_INVARIANT_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -23,12 +25,14 @@ from nemo_aligner.models.latent_attention import LatentAttention
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.models.step import infer
+from nemo_aligner.planning.planner import PlanRequest, render_heading
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests.checkpoint.hf.exporting import edit_tensors
-from tests.harness import families
+from tests.checkpoint.hf.exporting import assert_same, edit_tensors, export, tensors_of
+from tests.harness import families, tiny
 from tests.models import layouts
 from tests.models.test_linear_attention import sequences_with
+from tests.serving.engine import cached_states
 
 both = pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3_untied"])
 
@@ -53,21 +57,75 @@ def test_latent_attention_rewards_are_bit_identical_in_any_pack(
         assert torch.equal(backwards.flip(0), alone), shared
 
 
+def write_scored(folder: Path, case: str, tensor_parallel: int = 1) -> Path:
+    families.write_reward_model(folder / "hf", case, torch.float32)
+    options = {"seq_length": cached_states.BUDGET, "tensor_parallel": tensor_parallel}
+    convert_hf_to_nemo(folder / "hf", folder / "rm.nemo", **options)
+    return folder / "rm.nemo"
+
+
+def check_cached(found: dict[str, Any], case: str, stages: int = 1) -> None:
+    """Check a result of ``cached_states.compare``; a rank has whole latents of its stage."""
+    assert found["changed"] == dict.fromkeys(found["changed"], 0)
+    assert found["spread"] > 0.3
+    shape = ModelShape.from_config(config_of(case))
+    tokens = {name: tokens for name, (tokens, _) in cached_states.CACHES.items()}
+    assert len(found["counts"]) == 4
+    for name, counts in found["counts"].items():
+        room, precision = name.rsplit(" ", 1)
+        per_token = shape.cached_token_bytes(ELEMENT_BYTES[Precision(precision)])
+        assert counts["bytes"] == tokens[room] * per_token // stages
+        assert counts["cached"] > 2000
+
+
 @both
 def test_latent_attention_rewards_are_bit_identical_from_the_prefix_cache(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    families.write_reward_model(tmp_path / "hf", case, torch.bfloat16)
-    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
-    plain, cached = (
-        load_scorer(tmp_path / "rm.nemo", layout, micro_batch_tokens=1024, **kinds)
-        for kinds in ({}, {"prefix_cache_tokens": 4096})
+    check_cached(cached_states.compare(write_scored(tmp_path, case), layout), case)
+
+
+def test_latent_attention_rewards_are_bit_identical_from_the_prefix_cache_at_any_layout(
+    tmp_path: Path,
+) -> None:
+    """With as many heads of zeros, so that the second tensor parallel rank has no others."""
+    stages = {"TP=2": 1, "PP=2": 2, "CP=2": 1}
+    archive = write_scored(tmp_path, "deepseek_v3_untied", tensor_parallel=8)
+    script = "tests/serving/engine/cached_states.py"
+    done = tiny.run_script(script, str(archive), *stages, processes=2)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, of_layout in found.items():
+        check_cached(of_layout, "deepseek_v3_untied", stages[name])
+        assert of_layout["spread"] == pytest.approx(found["PP=2"]["spread"], rel=0.01)
+
+
+@both
+def test_latent_attention_takes_heads_of_zeros(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """Four heads become six: rewards stay, and an export has the four again."""
+    samples, _ = sequences_with(31)
+    plain = write_scored(tmp_path / "plain", case)
+    padded = write_scored(tmp_path / "padded", case, tensor_parallel=3)
+    expected, rewards = (
+        load_scorer(archive, layout, micro_batch_tokens=1200).score_token_lists(samples)
+        for archive in (plain, padded)
     )
-    samples, _ = sequences_with(100)
-    expected = np.concatenate([plain.score_token_lists([sample]) for sample in samples])
-    for _ in range(2):
-        assert (cached.score_token_lists(samples) == expected).all()
-    assert cached.counts.cached > 500
+    np.testing.assert_allclose(rewards, expected, atol=1e-5)
+    export(padded, tmp_path / "out", layout)
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "padded/hf"))
+
+
+def test_plan_shows_the_memory_of_cached_latents() -> None:
+    shape = ModelShape.from_config(config_of("deepseek_v3"))
+    request = PlanRequest()
+    heading = render_heading("tiny", request.planner(shape), request)
+    size = "A server's prefix cache: 0.3 kB for each of server.prefix_cache_tokens"
+    assert f"{size}, split over the pipeline parallel ranks\n" in heading
+    # docs/decoders.md: the sizes of DeepSeek-V3
+    latent = LatentAttentionShape(128, 1536, 512, 128, 64, 128, 1e-6, 1.0)
+    published = replace(shape, num_layers=61, latent_attention=latent, moe_layer_freq=None)
+    assert published.cached_token_bytes(2) == 70_272
 
 
 @both
@@ -116,7 +174,7 @@ def test_latent_attention_config_of_what_is_not_built_is_rejected() -> None:
             {"kv_lora_rank": 33},
             "kv_lora_rank: got 33 without q_lora_rank, wanted kv_lora_rank",
         ),
-        (plain, {"zero_query_groups": 1}, "zero_query_groups: got 1 without q_lora_rank"),
+        (plain, {"zero_query_groups": 4}, "zero_query_groups: got 4, wanted a whole number from 0"),
     ]
     for config, changes, message in bad:
         with pytest.raises(CheckpointError, match=message):

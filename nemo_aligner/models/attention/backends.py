@@ -58,6 +58,9 @@ class Case:
         scores: how the layer computes its scores: scale, window and soft cap.
         learns: the pass computes gradients, for training; else it only scores the pack.
         uses_ring: keys and values travel around the ranks of a context parallel group.
+        has_all_keys: the layer itself brings together the keys and values of all tokens, ``[C +
+            T, groups, c]``: first those of the C cached tokens, then those of the pack's T tokens
+            on all ranks.
     """
 
     device: str
@@ -68,6 +71,7 @@ class Case:
     scores: Scores
     learns: bool
     uses_ring: bool = False
+    has_all_keys: bool = False
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -91,7 +95,8 @@ class Heads:
             values.
         rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
             ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
-        value: ``[n, groups, c]``.
+        value: ``[n, groups, c]``. Keys and values are ``[C + T, groups, c]`` if
+            ``Case.has_all_keys``.
         sinks: logits ``[heads]`` of the attention sinks, in fp32 or wider; None if the layer has
             none.
     """
@@ -109,17 +114,17 @@ class Heads:
         return self.rotated[0]
 
     @property
+    def query_by_group(self) -> Tensor:
+        """Queries ``[n, groups, repeats, c]``, a view of ``rotated``."""
+        if isinstance(self.rotated, Tensor):
+            return self.rotated[:, :, :-1]
+        query, key = self.rotated
+        return query.unflatten(1, (key.size(1), -1))
+
+    @property
     def key(self) -> Tensor:
         """Keys ``[n, groups, c]``."""
         return self.rotated[:, :, -1] if isinstance(self.rotated, Tensor) else self.rotated[1]
-
-    @property
-    def joined(self) -> Tensor:
-        """Queries and keys ``[n, groups, repeats + 1, c]``; a copy if ``rotated`` is a pair."""
-        if isinstance(self.rotated, Tensor):
-            return self.rotated
-        query, key = self.rotated
-        return torch.cat([query.unflatten(1, (key.size(1), -1)), key.unsqueeze(2)], dim=2)
 
 
 def _plan_nothing(segments: PackedSegments, case: Case) -> None:
@@ -177,6 +182,13 @@ def choose_backend(case: Case) -> Backend[Any]:
 # Wrappers that give the attention functions of other modules the signature of ``Backend.compute``.
 
 
+def _all_keys(heads: Heads, segments: PackedSegments, case: Case) -> tuple[Tensor, ...]:
+    """Return the keys and values ``[C + T, groups, c]`` of cached tokens and of all ranks."""
+    if case.has_all_keys:
+        return heads.key, heads.value
+    return segments.with_cached(heads.layer_number, *segments.gather(heads.key, heads.value))
+
+
 def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
     parts = heads.query, heads.key, heads.value, heads.sinks
     return ring.attend(*parts, plan, case.scores.scale)
@@ -189,33 +201,35 @@ def _plan_ring(segments: PackedSegments, case: Case) -> ring.RingPlan:
 def _by_c_file(
     heads: Heads, segments: PackedSegments, case: Case, plan: kernel_attention.KernelPlan
 ) -> Tensor:
-    joined, pooled = heads.joined, None
-    key, value = segments.gather(joined[:, :, -1], heads.value)
-    if segments.cached is not None and segments.pool is not None:
-        layer = segments.pool.layer(heads.layer_number)
-        use = segments.cached
-        pooled = kernel_attention.PooledTokens(layer, use.stored, use.slots)
+    pooled, (key, value) = None, (heads.key, heads.value)
+    if not case.has_all_keys:
+        key, value = segments.gather(key, value)
+        if segments.cached is not None and segments.pool is not None:
+            layer = segments.pool.layer(heads.layer_number)
+            use = segments.cached
+            pooled = kernel_attention.PooledTokens(layer, use.stored, use.slots)
     scale, window = case.scores.scale, case.scores.window
     return kernel_attention.attend_by_kernel(
-        joined, key, value, pooled, plan, scale, window, heads.sinks
+        heads.query_by_group, key, value, pooled, plan, scale, window, heads.sinks
     )
 
 
 def _plan_c_file(segments: PackedSegments, case: Case) -> kernel_attention.KernelPlan:
-    slots = None if segments.cached is None else segments.cached.taken
+    slots, lengths = None, segments.all_lengths
+    if segments.cached is not None and not case.has_all_keys:
+        slots, lengths = segments.cached.taken, segments.lengths
     repeats = case.query_heads // case.key_heads
     keys = _segment_keys(segments)
-    return kernel_attention.plan_items(keys, sum(segments.lengths), slots, repeats)
+    return kernel_attention.plan_items(keys, sum(lengths), slots, repeats)
 
 
 def _by_blocks(
     heads: Heads, segments: PackedSegments, case: Case, plan: block_attention.BlockPlan
 ) -> Tensor:
-    joined = heads.joined.contiguous()
-    key, value = segments.gather(joined[:, :, -1], heads.value)
-    key, value = segments.with_cached(heads.layer_number, key, value)
+    query = heads.query_by_group.contiguous()
+    key, value = _all_keys(heads, segments, case)
     scale, soft_cap = case.scores.scale, case.scores.soft_cap
-    return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap, heads.sinks)
+    return block_attention.attend_in_blocks(query, key, value, plan, scale, soft_cap, heads.sinks)
 
 
 def _plan_blocks(segments: PackedSegments, case: Case) -> block_attention.BlockPlan:
@@ -265,15 +279,14 @@ def _to_all_keys(
     def attend_to_all_keys(
         heads: Heads, segments: PackedSegments, case: Case, plan: Plan
     ) -> Tensor:
-        query, key, value, sinks = heads.query, heads.key, heads.value, heads.sinks
+        query, sinks = heads.query, heads.sinks
         if segments.share is not None and case.learns:
             layout, index = segments, segments.share.gathered
             if reads_index:
                 layout, index = segments.gathered_layout
-            with gathering_again(key, value, index) as (key, value):
+            with gathering_again(heads.key, heads.value, index) as (key, value):
                 return attend((query, key, value, sinks), layout, case, plan)
-        key, value = segments.gather(key, value)
-        key, value = segments.with_cached(heads.layer_number, key, value)
+        key, value = _all_keys(heads, segments, case)
         return attend((query, key, value, sinks), segments, case, plan)
 
     return attend_to_all_keys

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,26 @@ if TYPE_CHECKING:
     from nemo_aligner.models.attention.backends import Case
 
 _AMPERE, _VOLTA = 8, 7
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentHeads:
+    """What a kernel for single segments reads: one segment's heads, and which keys they see.
+
+    Attributes:
+        query: ``[1, heads, n, c]`` of the segment, or of a part of it.
+        key, value: ``[1, groups, m, c]``, with those of the prefixes first.
+        sinks: logits ``[heads]`` of attention sinks; None if there are none.
+        mask: ``[n, m]``, see ``plan_masks``; None is a causal mask.
+        scores: how the layer computes its scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    mask: Tensor | None
+    scores: Scores
 
 
 def attend(
@@ -62,7 +83,7 @@ def attend(
                 torch.cat([*(packed[number] for number in chain), last], dim=2)
                 for packed, last in ((keys, k), (values, v))
             )
-        pieces.append(attend_segment(q, k, v, sinks, mask, case.scores))
+        pieces.append(attend_segment(SegmentHeads(q, k, v, sinks, mask, case.scores)))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -95,8 +116,8 @@ def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
     return masks
 
 
-_AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Scores], Tensor]
-"""Queries, keys, values, sinks, mask and ``Scores`` of a segment -> its output."""
+_AttendSegment = Callable[[SegmentHeads], Tensor]
+"""Computes a segment's output ``[1, heads, n, c]``."""
 _BLOCK_SCORES = 2**26  # 256 MiB of fp32
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -120,80 +141,56 @@ def _choose_segment_kernel(case: Case) -> _AttendSegment:
     return _attend_by_sdpa if case.query_heads == case.key_heads else _attend_with_equal_heads
 
 
-def _attend_by_explicit_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
+def _attend_by_explicit_scores(segment: SegmentHeads) -> Tensor:
+    query, key, value, mask = segment.query, segment.key, segment.value, segment.mask
     assert mask is not None
+    scores, sinks = segment.scores, segment.sinks
     if sinks is not None:
         sinks = sinks.view(1, key.size(1), -1, 1, 1)
     return explicit_attention(query, key, value, mask, scores.scale, scores.soft_cap, sinks)
 
 
-def _attend_by_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
+def _attend_by_sdpa(segment: SegmentHeads) -> Tensor:
     # cuDNN's kernel is left out: it gave wrong gradients for lengths that an earlier pack also had
     # (torch 2.11, H200), probably from a plan that it had cached for other strides.
-    with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
+    with sdpa_kernel(_SDPA_KERNELS) if segment.query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            is_causal=mask is None,
-            scale=scores.scale,
-            enable_gqa=query.size(1) != key.size(1),
+            segment.query,
+            segment.key,
+            segment.value,
+            segment.mask,
+            is_causal=segment.mask is None,
+            scale=segment.scores.scale,
+            enable_gqa=segment.query.size(1) != segment.key.size(1),
         )
 
 
-def _attend_with_equal_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
+def _attend_with_equal_heads(segment: SegmentHeads) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
 
     The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` values,
     are saved for the backward pass; the math kernel would save ``heads * n * m`` scores.
     """
-    per_group = query.size(1) // key.size(1)
-    key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
-    return _attend_by_sdpa(query, key, value, sinks, mask, scores)
+    per_group = segment.query.size(1) // segment.key.size(1)
+    key, value = (
+        heads.repeat_interleave(per_group, dim=1) for heads in (segment.key, segment.value)
+    )
+    return _attend_by_sdpa(replace(segment, key=key, value=value))
 
 
-def _recompute_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
-    return _checkpointed(_attend_by_explicit_scores, query, key, value, sinks, mask, scores)
+def _recompute_scores(segment: SegmentHeads) -> Tensor:
+    return _checkpointed(_attend_by_explicit_scores, segment)
 
 
-def _attend_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
-    return _WithSinks.apply(query, key, value, sinks, mask, scores.scale)
+def _attend_with_sinks(segment: SegmentHeads) -> Tensor:
+    return _WithSinks.apply(
+        segment.query,
+        segment.key,
+        segment.value,
+        segment.sinks,
+        segment.mask,
+        segment.scores.scale,
+    )
 
 
 class _WithSinks(Function):
@@ -250,32 +247,36 @@ def _by_repeats(groups: int, *heads: Tensor) -> Iterator[Tensor]:
         yield by_group.transpose(0, 1).expand(repeats, -1, -1, -1)
 
 
-def _attend_in_blocks(
-    attend: _AttendSegment,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    scores: Scores,
-) -> Tensor:
+def _attend_in_blocks(attend: _AttendSegment, segment: SegmentHeads) -> Tensor:
     """Run ``attend`` on a few queries at a time, for kernels that materialise all their scores.
 
     The backward pass recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
     """
+    query, mask, num_keys = segment.query, segment.mask, segment.key.size(2)
     if mask is None:
-        mask = _visibility_mask(query.size(2), key.size(2), None, query.device)
-    rows = max(1, _BLOCK_SCORES // (query.size(1) * key.size(2)))
+        mask = _visibility_mask(query.size(2), num_keys, None, query.device)
+    rows = max(1, _BLOCK_SCORES // (query.size(1) * num_keys))
     parts = zip(query.split(rows, dim=2), mask.split(rows), strict=True)
     return torch.cat(
-        [_checkpointed(attend, part, key, value, sinks, sees, scores) for part, sees in parts],
+        [_checkpointed(attend, replace(segment, query=part, mask=sees)) for part, sees in parts],
         dim=2,
     )
 
 
-def _checkpointed(attend: _AttendSegment, *arguments: Any) -> Tensor:
+def _checkpointed(attend: _AttendSegment, segment: SegmentHeads) -> Tensor:
+    """Compute ``attend(segment)`` now, and again in the backward pass."""
+    scores = segment.scores  # the closure must not keep the segment's tensors
+
+    def attend_to_tensors(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        return attend(SegmentHeads(query, key, value, sinks, mask, scores))
+
+    # Pass the tensors themselves, not the record: only then do hooks of saved tensors see them,
+    # which offload activations, or gather keys again under context parallelism.
+    tensors = segment.query, segment.key, segment.value, segment.sinks, segment.mask
     # Attention draws no random numbers, so there is no generator state to restore.
-    return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(attend_to_tensors, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _causal_bias(queries: int, keys: int) -> CausalBias:

@@ -111,16 +111,35 @@ class PackedAttention(MegatronModule):
         query, key, value = (heads.squeeze(1) for heads in (query, key, value))
         return self.attend(query, key, value, packed_seq_params)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: PackContext,
+        has_all_keys: bool = False,
+    ) -> Tensor:
         """Attend ``query [T, heads, c]`` to ``key`` and ``value [T, groups, c]``.
 
         The caller has already applied RoPE and norms to queries and keys. The result is
         ``[T, 1, heads * c]``.
+
+        Args:
+            has_all_keys: see ``Case``; ``key`` and ``value`` then include the cached tokens.
         """
         if context.query_scale is not None:
             query = query * context.query_scale
         case = self._case(query, query.size(1), key.size(1), context.segments)
+        if has_all_keys:
+            case = replace(case, has_all_keys=True)
         return self._attend((query, key), value, context, case)
+
+    def uses_ring(self, segments: PackedSegments) -> bool:
+        """Tell if keys and values of this pack travel around the context parallel ranks.
+
+        With a prefix cache no ring is used, because every rank stores whole sequences in the cache.
+        """
+        return self.is_ring and segments.share is not None and segments.cached is None
 
     def infer_on_cpu(
         self, joined: Tensor, value: Tensor, context: PackContext, norms: Norms | None = None
@@ -169,11 +188,8 @@ class PackedAttention(MegatronModule):
         # depend on the pack.
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        # With a prefix cache no ring is used, because every rank stores the keys and values of
-        # whole sequences in the cache.
-        uses_ring = self.is_ring and segments.share is not None and segments.cached is None
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
-        return Case(*kind, scores, is_learning, uses_ring)
+        return Case(*kind, scores, is_learning, self.uses_ring(segments))
 
     def _attend(
         self,

@@ -183,32 +183,35 @@ class PackedSegments:
     def _plans(self) -> dict[tuple[Backend[Any], Case], Any]:
         return {}
 
-    def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepend a layer's cached keys and values to the pack's: ``[C + T, groups, c]`` each.
+    def with_cached(self, layer_number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Prepend a layer's cached tokens to the pack's: ``[C + T, groups, c]`` for each tensor.
 
-        Also store in the pool the keys and values of the pack tokens that ``cached`` selects.
-        """
-        if key.is_cuda and self.cached is not None and self.pool is not None:
-            keys, values = self.pool.exchange(layer_number, key, value, self.cached)
-            return keys, values
-        pooled = self.store(layer_number, key, value)
-        if pooled is None or self.cached is None or not self.cached.lengths:
-            return key, value
-        taken = self.cached.taken
-        keys, values = (
-            torch.cat([layer.index_select(0, taken), local])
-            for layer, local in zip(pooled, (key, value), strict=True)
-        )
-        return keys, values
-
-    def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Store in the pool the keys and values of the pack tokens that ``cached`` selects.
+        Also store in the pool those of the pack's tokens that ``cached`` selects.
 
         Args:
-            key, value: ``[T, groups, c]`` of all tokens of the pack.
+            tensors: ``[T, groups, c]`` each, of all tokens of the pack: keys and values, or the
+                latents alone if the pool has latents.
+        """
+        if tensors[0].is_cuda and self.cached is not None and self.pool is not None:
+            return self.pool.exchange(layer_number, tensors, self.cached).unbind()
+        pooled = self.store(layer_number, *tensors)
+        if pooled is None or self.cached is None or not self.cached.lengths:
+            return tensors
+        taken = self.cached.taken
+        return tuple(
+            torch.cat([layer.index_select(0, taken), local])
+            for layer, local in zip(pooled, tensors, strict=True)
+        )
+
+    def store(self, layer_number: int, *tensors: Tensor) -> Tensor | None:
+        """Store in the pool those of the pack's tokens that ``cached`` selects.
+
+        Args:
+            tensors: as in ``with_cached``.
 
         Returns:
-            The layer's part of the pool, ``[2, slots, groups, c]``; None if the pack uses no cache.
+            The layer's part of the pool, ``[n, slots, groups, c]`` for n tensors; None if the pack
+            uses no cache.
         """
         if self.cached is None or self.pool is None:
             return None
@@ -216,7 +219,7 @@ class PackedSegments:
         layer = self.pool.layer(layer_number)
         if use.stored.numel():
             stored, slots = self._stored_places
-            for pooled, local in zip(layer, (key, value), strict=True):
+            for pooled, local in zip(layer, tensors, strict=True):
                 pooled[slots] = local[stored]
         return layer
 
@@ -262,14 +265,15 @@ class PackedSegments:
             for length, chain in zip(self.lengths, self.chains, strict=True)
         )
 
-    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather a pack's keys and values, ``[T, groups, c]`` each, from the ranks that split it.
 
-        Without context parallelism, this rank has them all, and they are returned unchanged.
+        Without context parallelism, this rank has them all, and they are returned unchanged. The
+        latents of latent attention are gathered in the same way, as a single tensor.
         """
         if self.share is None:
-            return key, value
-        return gather_keys(key, value, self.share.gathered)
+            return tensors
+        return _gather(torch.stack(tensors, dim=1), self.share.gathered)
 
     @cached_property
     def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
@@ -390,6 +394,8 @@ class KeyValuePool:
 
     Args:
         sizes: for each layer's number its key heads on this rank, and the channels of a head.
+        tensors: 2 for a key and a value of each token, or 1 for its latent in a model with latent
+            attention, which then has one key head of the size of the latent.
 
     Attributes:
         states: the pool of the layers with linear attention; None for a model without.
@@ -403,9 +409,10 @@ class KeyValuePool:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        tensors: int = 2,
     ) -> None:
         self._layers = {
-            number: torch.empty((2, slots, *size), dtype=dtype, device=device)
+            number: torch.empty((tensors, slots, *size), dtype=dtype, device=device)
             for number, size in sizes.items()
         }
 
@@ -422,10 +429,13 @@ class KeyValuePool:
             self.states.touch()
 
     def layer(self, number: int) -> Tensor:
-        """Return a layer's keys and values in all slots, ``[2, slots, groups, c]``."""
+        """Return a layer's keys and values in all slots, ``[2, slots, groups, c]``.
+
+        A pool of latents returns ``[1, slots, 1, c]``.
+        """
         return self._layers[number]
 
-    def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
+    def exchange(self, number: int, tensors: tuple[Tensor, ...], use: CacheUse) -> Tensor:
         """Store a pack's keys and values in the pool, and return them behind the cached ones.
 
         This takes one kernel that stores and one that reads. GPUs use it, because a small pack
@@ -433,13 +443,14 @@ class KeyValuePool:
 
         Args:
             number: number of the layer.
-            key, value: ``[T, groups, c]`` of the pack.
+            tensors: keys and values ``[T, groups, c]`` of the pack, or its latents alone.
             use: which tokens to read and to store.
 
         Returns:
             ``[2, C + T, groups, c]``: keys and values of the C cached tokens, then of the pack.
+            ``[1, C + T, 1, c]`` from a pool of latents.
         """
-        layer, local = self.layer(number), torch.stack([key, value])
+        layer, local = self.layer(number), torch.stack(tensors)
         if use.stored.numel():
             layer.index_copy_(1, use.slots, local.index_select(1, use.stored))
         return torch.cat([layer.index_select(1, use.taken), local], dim=1) if use.lengths else local
@@ -448,19 +459,9 @@ class KeyValuePool:
 # Context parallelism: collectives of the ranks that split a pack.
 
 
-def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather a layer's keys and values, ``[n, groups, c]`` on each rank, at ``index [K]``.
-
-    ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
-    c]``. In the backward pass their gradients are summed over the ranks, because each rank has
-    different queries.
-    """
-    return _gather(torch.stack([key, value], dim=1), index)
-
-
 @contextmanager
-def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the result of ``gather_keys`` while autograd saves only this rank's part of it.
+def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the keys and values of all ranks while autograd saves only this rank's part of them.
 
     The backward pass gathers keys and values once more, so a rank keeps only ``1 / ranks`` of them
     in each layer.
@@ -492,27 +493,28 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(local, index)
+def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    """Gather a layer's keys and values, ``local [n, 2, groups, c]`` on each rank.
+
+    ``index [K]`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K,
+    groups, c]`` at these indices; of ``local [n, 1, 1, c]``, the latents, a single tensor. In the
+    backward pass the gradients are summed over the ranks, because each rank has different queries.
+    """
+    gathered: tuple[Tensor, ...] = _Gather.apply(local, index)
     return gathered
 
 
 class _Gather(Function):
-    """Autograd function behind ``gather_keys``.
-
-    It gathers ``local [n, 2, groups, c]``, the keys and values of one rank, from all ranks, and
-    returns the keys and the values at ``index [K]``, ``[K, groups, c]`` each.
-    """
+    """Autograd function behind ``_gather``."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, ...]:
         group = parallel_state.get_context_parallel_group()
         ctx.save_for_backward(index)
         gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
         ctx.shape = gathered.shape
         dist.all_gather_into_tensor(gathered, local, group=group)
-        keys, values = gathered.unbind(dim=1)
-        return keys[index], values[index]
+        return tuple(tensor[index] for tensor in gathered.unbind(dim=1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

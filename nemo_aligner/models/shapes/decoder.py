@@ -205,6 +205,8 @@ class ModelShape:
         """
         fields = asdict(self)
         del fields["zero_query_groups"]  # zero groups do not change a reward
+        if self.latent_attention is not None:
+            del fields["latent_attention"]["zero_heads"]
         if self.longrope is not None:
             del fields["longrope"]["long"]  # checkpoints of early versions lack it
         if self.experts is not None:
@@ -392,6 +394,23 @@ class ModelShape:
         """
         shapes = (self.of_layer(number + 1).linear_attention for number in range(self.num_layers))
         return sum(shape.snapshot_bytes(element_bytes) for shape in shapes if shape is not None)
+
+    def cached_token_bytes(self, element_bytes: int) -> int:
+        """Count the bytes of a token in a server's prefix cache, over all ranks of a model.
+
+        Without latent attention it has the keys and values of every full attention layer. With it,
+        a layer has one latent and one key, counted once although every tensor parallel rank has
+        them.
+        """
+        layers = [self.of_layer(number + 1) for number in range(self.num_layers)]
+        widths = (
+            2 * layer.num_query_groups * layer.kv_channels
+            if layer.latent_attention is None
+            else layer.latent_attention.latent_width
+            for layer in layers
+            if layer.linear_attention is None
+        )
+        return element_bytes * sum(widths)
 
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import count_of_config, number_of_config, optional_number_of_config
+from nemo_aligner.models.shapes.layer import read_zero_groups
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # Megatron's keys. ``q_lora_rank`` may be None, and is then not read with the others.
@@ -49,6 +50,8 @@ class LatentAttentionShape:
         norm_epsilon: epsilon of the norms of the latents.
         score_factor: factor of the attention scores in addition to ``key_channels ** -0.5``: the
             square of YaRN's ``m(mscale_all_dim)``.
+        zero_heads: how many of the heads, the last ones, have only zero weights; they were added so
+            that tensor parallelism splits the heads evenly.
     """
 
     heads: int
@@ -59,6 +62,7 @@ class LatentAttentionShape:
     v_head_dim: int
     norm_epsilon: float
     score_factor: float
+    zero_heads: int = 0
 
     @property
     def key_channels(self) -> int:
@@ -98,8 +102,15 @@ class LatentAttentionShape:
 
     @property
     def projection_width(self) -> int:
-        """Outputs of the input projection: the latents, or queries and the latent of keys."""
-        return (self.q_lora_rank or self.query_width) + self.latent_width
+        """Outputs of the input projection: the latents, or queries and the latent of keys.
+
+        Without a latent of queries the outputs are ordered by head, for tensor parallelism: each
+        head has its query and an equal part of the latent of keys, added heads have zeros.
+        """
+        if self.q_lora_rank is not None:
+            return self.q_lora_rank + self.latent_width
+        latent_part = self.latent_width // (self.heads - self.zero_heads)
+        return self.heads * (self.key_channels + latent_part)
 
     @property
     def norm_width(self) -> int:
@@ -152,7 +163,8 @@ def read_latent_attention(config: Mapping[str, Any]) -> LatentAttentionShape | N
     kv_rank, plain, rotated, value = (count_of_config(config, key) for key in LATENT_KEYS)
     norm_epsilon = number_of_config(config, LATENT_EPSILON, epsilon)
     factor = _read_score_factor(config)
-    shape = LatentAttentionShape(heads, rank, kv_rank, plain, rotated, value, norm_epsilon, factor)
+    sizes = heads, rank, kv_rank, plain, rotated, value
+    shape = LatentAttentionShape(*sizes, norm_epsilon, factor, read_zero_groups(config))
     _check_sizes(config, shape)
     return shape
 
@@ -171,17 +183,12 @@ def _check_sizes(config: Mapping[str, Any], shape: LatentAttentionShape) -> None
             f"v_head_dim: got {shape.v_head_dim}, wanted at most the {shape.key_channels} channels "
             "of a key"
         )
-    elif shape.q_lora_rank is None and shape.latent_width % heads:
-        # The rows of the input projection are ordered by head, for tensor parallelism: each head
-        # has its query and an equal part of the latent.
+    elif shape.q_lora_rank is None and shape.latent_width % (heads - shape.zero_heads):
+        # See ``projection_width``.
         problem = (
             f"kv_lora_rank: got {shape.kv_lora_rank} without {QUERY_RANK}, wanted kv_lora_rank + "
-            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} to be a multiple of the {heads} heads"
-        )
-    elif shape.q_lora_rank is None and config.get("zero_query_groups"):
-        problem = (
-            f"zero_query_groups: got {shown(config['zero_query_groups'])} without {QUERY_RANK}, "
-            "which is not supported. Use a tensor parallel size that divides the heads"
+            f"qk_pos_emb_head_dim={shape.qk_rope_head_dim} to be a multiple of the "
+            f"{heads - shape.zero_heads} heads"
         )
     if problem:
         raise CheckpointError(f"model_config.yaml: {problem}")

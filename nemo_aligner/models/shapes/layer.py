@@ -83,7 +83,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": bool(config.get("qkv_bias") or config.get("bias")),
         "qk_layernorm": bool(config.get("qk_layernorm")),
         "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
-        "zero_query_groups": _read_zero_groups(config),
+        "zero_query_groups": read_zero_groups(config),
         "pre_layernorms": config.get("pre_layernorms") is not False,
         "post_layernorms": bool(config.get("post_layernorms")),
         "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
@@ -112,7 +112,12 @@ def _read_activation(config: Mapping[str, Any]) -> str:
     return "gelu-tanh" if activation == "gelu" and config.get("openai_gelu") else activation
 
 
-def _read_zero_groups(config: Mapping[str, Any]) -> int:
+def read_zero_groups(config: Mapping[str, Any]) -> int:
+    """Read how many query groups of zeros were added for tensor parallelism.
+
+    Raises:
+        CheckpointError: the number is below 0, or not below the number of query groups.
+    """
     value = config.get("zero_query_groups") or 0
     largest = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
     expected = f"a whole number from 0 to {largest}, fewer than the query groups"

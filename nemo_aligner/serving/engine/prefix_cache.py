@@ -1,8 +1,9 @@
 """The prefix cache: it knows which prefixes of samples are cached, and plans what to compute.
 
-Keys and values are cached in blocks of 16 tokens. A block is identified by its preceding block and
-its own token ids. The ids themselves are compared, so no hash collision can change a score. The
-least recently used blocks are evicted first. Of one sequence, the last block is evicted first.
+Keys and values (in latent attention: latents) are cached in blocks of 16 tokens. A block is
+identified by its preceding block and its own token ids. The ids themselves are compared, so no hash
+collision can change a score. The least recently used blocks are evicted first. Of one sequence, the
+last block is evicted first.
 
 A layer with linear attention has a recurrent state instead of keys and values. The states of all
 such layers after a token are a "snapshot". It is as large as the keys and values of many tokens, so

@@ -60,10 +60,9 @@ def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes, name: str) -
     # Replicas split a group, and each of them computes its prefix.
     share = 0.75 if sizes.dp == 1 else 0.95
     assert counts[2]["computed"] < share * found["without"]["computed"]
-    shape = shape_of(archive)
-    # Bytes of keys and values of a token in fp32, for the layers and groups of a rank.
-    per_token = 2 * 4 * shape.num_layers // sizes.pp * shape.num_query_groups // sizes.tp
-    assert found["bytes"] == [per_token * shape.kv_channels * tokens for tokens in CACHES]
+    # Keys and values in fp32, of the layers and groups of a rank.
+    per_token = shape_of(archive).cached_token_bytes(4) // (sizes.pp * sizes.tp)
+    assert found["bytes"] == [per_token * tokens for tokens in CACHES]
 
 
 def test_cached_rewards_are_those_without_a_cache(

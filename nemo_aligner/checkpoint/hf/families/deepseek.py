@@ -197,19 +197,21 @@ def _has_no_query_latent(config: Config) -> bool:
 
 
 _KEYS = "self_attn.kv_a_proj_with_mqa.weight"
-_INPUT = partial(Rule, "self_attention.linear_qkv.weight", is_by_group=None)
+_INPUT = partial(Rule, "self_attention.linear_qkv.weight")
 
 ATTENTION = (
     _INPUT(
         ("self_attn.q_a_proj.weight", _KEYS),
         join=_join_latents,
         split=_split_latents,
+        is_by_group=None,
         is_in=_has_query_latent,
     ),
     _INPUT(
         ("self_attn.q_proj.weight", _KEYS),
         join=_join_by_head,
         split=_split_by_head,
+        is_by_group=True,
         is_in=_has_no_query_latent,
     ),
     Rule(
