@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from nemo_aligner.cpu.kernel_delta import DeltaLayer, Weights, can_advance
 from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs, Level
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
@@ -113,8 +114,10 @@ class GatedDeltaNet(MegatronModule):
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
         """
+        if self._uses_kernel(mixed):
+            return self._infer_by_kernel(mixed, context)
         tree = _tree_of(context)
-        chunks = _rows_of_chunks(mixed, tree.rows)
+        chunks = _rows_of_chunks(_with_empty_row(mixed), tree.rows)
         inputs, gates = self._inputs(chunks)
         outputs: list[Tensor] = []
         state: Tensor | None = None
@@ -129,16 +132,19 @@ class GatedDeltaNet(MegatronModule):
 
     @torch.no_grad()
     def _infer(self, mixed: Tensor, context: PackContext) -> Tensor:
+        if self._uses_kernel(mixed):
+            return self._infer_by_kernel(mixed, context)
         tree = _tree_of(context)
         size = _CHUNKS_ON_CPU if mixed.is_cpu else _CHUNKS_ON_GPU
         outputs = []
-        mixed, states = self._read_pool(mixed, context)
+        before, states = self._read_pool(mixed, context)
+        padded = _with_empty_row(before)
         for level in tree.levels:
             next_states = []
             for start in range(level.start, level.end, size):
                 count = min(size, level.end - start)
                 rows = _fill_up(tree.rows[start : start + count], size)
-                inputs, gates = self._inputs(_rows_of_chunks(mixed, rows))
+                inputs, gates = self._inputs(_rows_of_chunks(padded, rows))
                 first = None
                 if states is not None:
                     place = start - level.start
@@ -149,6 +155,24 @@ class GatedDeltaNet(MegatronModule):
             states = torch.cat(next_states)
             self._write_pool(level, states, mixed, context)
         return self._rows_of_pack(torch.cat(outputs), context)
+
+    def _uses_kernel(self, mixed: Tensor) -> bool:
+        """Tell if ``gated_delta.c`` computes this layer now: on a CPU and without gradients."""
+        shape = self._shape
+        sizes = (shape.key_head_dim, shape.value_head_dim, shape.conv_kernel)
+        return mixed.is_cpu and can_advance(mixed.dtype, *sizes)
+
+    def _infer_by_kernel(self, mixed: Tensor, context: PackContext) -> Tensor:
+        """Compute the result of ``_infer`` by ``gated_delta.c``, in one pass over ``mixed``."""
+        tree = _tree_of(context)
+        rows, states = self._read_pool(mixed, context)
+        weights = Weights(self.conv_weight, self.a_log, self.dt_bias, self.norm_weight)
+        kinds = (self._shape.key_head_dim, self.config.layernorm_epsilon)
+        layer = DeltaLayer(rows, tree.rows, tree.places, weights, *kinds)
+        for level in tree.levels:
+            states = layer.advance(level.start, level.end, level.parents, states)
+            self._write_pool(level, states, mixed, context)
+        return layer.output[context.read_rows] if self._reads_rows else layer.output
 
     def _read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
         """Read from the prefix cache what a sequence needs to continue one of P cached prefixes.
@@ -213,9 +237,10 @@ class GatedDeltaNet(MegatronModule):
     def _convolve(self, rows: Tensor) -> Tensor:
         """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
         weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
-        total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
-        for tap in range(1, weight.size(-1)):
-            total = total + rows[:, tap : tap + CHUNK_TOKENS] * weight[..., tap]
+        first, *others = weight.permute(2, 0, 1).contiguous()
+        total = rows[:, :CHUNK_TOKENS] * first
+        for tap, weight in enumerate(others, 1):
+            total = torch.addcmul(total, rows[:, tap : tap + CHUNK_TOKENS], weight)
         return F.silu(total)
 
     def _norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
@@ -272,13 +297,15 @@ def _pool_of(context: PackContext) -> StatePool:
     return pool.states
 
 
-def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
-    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``; rows of -1 become zeros.
+def _with_empty_row(mixed: Tensor) -> Tensor:
+    """Append a row of zeros to ``mixed [T, 1, c]`` -> ``[T + 1, c]``, for ``_rows_of_chunks``."""
+    return F.pad(mixed.squeeze(1), (0, 0, 0, 1))
 
-    It uses a masked fill: multiplying by 0 would keep a NaN of another sequence.
-    """
-    gathered = mixed.squeeze(1).index_select(0, rows.clamp(min=0).flatten())
-    return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)
+
+def _rows_of_chunks(padded: Tensor, rows: Tensor) -> Tensor:
+    """Gather ``padded [T + 1, c]`` at ``rows [n, previous + 64]``; rows of -1 are its last one."""
+    gathered = padded.index_select(0, (rows % padded.size(0)).flatten())
+    return gathered.view(*rows.shape, -1)
 
 
 def _fill_up(rows: Tensor, size: int) -> Tensor:
