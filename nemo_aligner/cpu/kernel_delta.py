@@ -98,9 +98,7 @@ class DeltaLayer:
         numbers = (mixed.dtype is torch.bfloat16, *self._states, taps, eps)
         self._layer = _Layer(*numbers, *(tensor.data_ptr() for tensor in self._tensors))
 
-    def advance(
-        self, start: int, end: int, parents: Tensor, states: Tensor | None
-    ) -> Tensor:
+    def advance(self, start: int, end: int, parents: Tensor, states: Tensor | None) -> Tensor:
         """Compute the chunks of a level, see ``Level``.
 
         Args:

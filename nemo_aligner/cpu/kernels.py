@@ -64,9 +64,7 @@ def take(x: Tensor, multiple: int = _LANES) -> bool:
     return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
 
 
-def can_take(
-    dtype: torch.dtype, width: int, multiple: int = _LANES, source: str = KERNELS
-) -> bool:
+def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES, source: str = KERNELS) -> bool:
     """Tell if the compiled ``source`` can compute a CPU tensor ``[..., width]`` of this dtype."""
     fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library(source) is not None
