@@ -1,4 +1,4 @@
-// Gated DeltaNet for inference on a CPU: convolution, gated delta rule, gated norm.
+// Gated DeltaNet without gradients on a CPU: convolution, gated delta rule, gated norm.
 //
 // Computes what models/linear_attention.py computes by torch, chunk by chunk, in fp32. A thread
 // computes a chunk of one key head and of the value heads that share it. The arithmetic of a token
@@ -60,12 +60,13 @@ static inline __attribute__((always_inline)) void multiply_tile(
         for (int v = 0; v < vectors; v++) store(c + i * c_row + v * LANES, sums[i][v]);
 }
 
-// c [rows, columns] += a [rows, depth] * b [depth, columns]; rows are a multiple of HIGH, columns of
-// LANES. An element's arithmetic does not depend on the numbers of rows and columns.
+// c [rows, columns] += a [rows, depth] * b [depth, columns]; rows are a multiple of HIGH, columns
+// one of LANES. An element's arithmetic does not depend on the numbers of rows and columns.
 static void multiply(
-    int rows, int columns, int depth, const float *a, int a_row, const float *b, int b_row, float *c,
-    int c_row
+    int rows, int columns, int depth, const float *a, int a_row, const float *b, int b_row,
+    float *c, int c_row
 ) {
+    enum { THREE = WIDE < 3 ? WIDE : 3 };
     for (int j = 0; j < columns; j += WIDE * LANES)
         for (int i = 0; i < rows; i += HIGH) {
             const float *left = a + i * a_row;
@@ -73,7 +74,7 @@ static void multiply(
             switch ((columns - j) / LANES) {
             case 1: multiply_tile(1, depth, left, a_row, b + j, b_row, to, c_row); break;
             case 2: multiply_tile(2, depth, left, a_row, b + j, b_row, to, c_row); break;
-            case 3: multiply_tile(WIDE < 3 ? WIDE : 3, depth, left, a_row, b + j, b_row, to, c_row); break;
+            case 3: multiply_tile(THREE, depth, left, a_row, b + j, b_row, to, c_row); break;
             default: multiply_tile(WIDE, depth, left, a_row, b + j, b_row, to, c_row);
             }
         }
@@ -120,19 +121,17 @@ static void normalize(float *x, int rows, int channels, float factor) {
     }
 }
 
-// scaled [rows, keys] = x [rows, keys], each row times its factor.
-static void scale_rows(
-    Chunk *chunk, const float *x, const float *factors, int rows, int channels
-) {
+// to [rows, channels] = x [rows, channels], each row times its factor.
+static void scale_rows(const float *x, const float *factors, int rows, int channels, float *to) {
     for (int i = 0; i < rows; i++)
         for (int c = 0; c < channels; c += LANES)
-            store(chunk->scaled + i * channels + c, load(x + i * channels + c) * factors[i]);
+            store(to + i * channels + c, load(x + i * channels + c) * factors[i]);
 }
 
 // Compute the queries and keys of a key head, and their products with the keys up to their own.
 static inline __attribute__((always_inline)) void set_keys(
-    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens, int filled,
-    int head
+    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens,
+    int filled, int head
 ) {
     int keys = layer->keys;
     convolve(is_bf16, layer, rows, tokens, head, 0, keys, chunk->query);
@@ -162,8 +161,8 @@ static inline __attribute__((always_inline)) void set_keys(
 // which a token reads what the tokens up to it write, and `solved`, the negative of the triangular
 // system's matrix without its diagonal of ones.
 static inline __attribute__((always_inline)) void set_weights(
-    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens, int filled,
-    int head, int repeat
+    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens,
+    int filled, int head, int repeat
 ) {
     static const int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int repeats = layer->repeats, value_head = head * repeats + repeat;
@@ -173,7 +172,8 @@ static inline __attribute__((always_inline)) void set_weights(
     for (int i = 0; i < filled; i++) {
         float strength = 0;
         if (i < tokens) {
-            int64_t from = (rows[layer->taps - 1 + i] * layer->heads + head) * width + behind + repeat;
+            int64_t at = rows[layer->taps - 1 + i] * layer->heads + head;
+            int64_t from = at * width + behind + repeat;
             strength = 1.0f / (1.0f + expf(-number(is_bf16, layer->mixed, from)));
             float rate = number(is_bf16, layer->mixed, from + repeats) + layer->biases[value_head];
             total -= layer->rates[value_head] * (rate > 20.0f ? rate : log1pf(expf(rate)));
@@ -220,19 +220,20 @@ static inline __attribute__((always_inline)) void norm_and_gate(
     float scale = 1.0f / sqrtf(sum_of(squares) / values + layer->eps);
     for (int c = 0; c < values; c += LANES) {
         vec gated = silu(load_as(is_bf16, layer->mixed, gate + c));
-        store_as(is_bf16, layer->out, to + c, load(output + c) * scale * load(layer->norm + c) * gated);
+        vec normed = load(output + c) * scale * load(layer->norm + c);
+        store_as(is_bf16, layer->out, to + c, normed * gated);
     }
 }
 
 // Compute a chunk's outputs for one value head, and the state [keys, values] behind the chunk.
 // before: the state in front of it, or NULL; after: NULL if nothing reads the state behind it.
 static inline __attribute__((always_inline)) void advance_head(
-    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens, int filled,
-    int head, int repeat, const float *before, float *after
+    const int is_bf16, const Layer *layer, Chunk *chunk, const int64_t *rows, int tokens,
+    int filled, int head, int repeat, const float *before, float *after
 ) {
-    int keys = layer->keys, values = layer->values;
+    int keys = layer->keys, values = layer->values, channel = 2 * keys + repeat * values;
     set_weights(is_bf16, layer, chunk, rows, tokens, filled, head, repeat);
-    convolve(is_bf16, layer, rows, tokens, head, 2 * keys + repeat * values, values, chunk->written);
+    convolve(is_bf16, layer, rows, tokens, head, channel, values, chunk->written);
     for (int i = 0; i < filled; i++)
         for (int c = 0; c < values; c += LANES) {
             vec value = i < tokens ? load(chunk->written + i * values + c) : (vec){};
@@ -242,9 +243,9 @@ static inline __attribute__((always_inline)) void advance_head(
     if (before) {
         float factors[CHUNK];
         for (int i = 0; i < filled; i++) factors[i] = -chunk->strength[i] * chunk->from_start[i];
-        scale_rows(chunk, chunk->key, factors, filled, keys);
+        scale_rows(chunk->key, factors, filled, keys, chunk->scaled);
         multiply(filled, values, keys, chunk->scaled, keys, before, values, chunk->written, values);
-        scale_rows(chunk, chunk->query, chunk->from_start, filled, keys);
+        scale_rows(chunk->query, chunk->from_start, filled, keys, chunk->scaled);
         multiply(filled, values, keys, chunk->scaled, keys, before, values, chunk->output, values);
     }
     solve(chunk, filled, values);

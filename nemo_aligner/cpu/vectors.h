@@ -1,4 +1,4 @@
-// Vectors of fp32 for the C files of this folder: loads and stores of bf16 and fp32, exp, transposes.
+// Vectors of fp32 for the C files of this folder: loads, stores, exp and transposes, also of bf16.
 //
 // The files are compiled for the processor that they run on, and work with vectors of any width.
 

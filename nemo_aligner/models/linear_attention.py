@@ -1,7 +1,11 @@
 """Gated DeltaNet, the linear attention of Qwen3.5, as a module for megatron-core's layers.
 
 megatron-core's own module is not used, because it rejects packs in versions 0.16 and 0.17, and
-shares prefixes in no version.
+shares prefixes in no version. flash-linear-attention's kernels (version 0.6) are not used on a GPU,
+because every process chooses their tiles by timing them, and with the tiles the order of the sums:
+two ranks, or a server before and after a restart, would compute different rewards. They also
+multiply fp32 in TF32, and round the states to the dtype of the keys. On a CPU ``gated_delta.c``
+computes a layer where no gradients are needed, and torch does everywhere else.
 """
 
 from __future__ import annotations
@@ -137,8 +141,8 @@ class GatedDeltaNet(MegatronModule):
         tree = _tree_of(context)
         size = _CHUNKS_ON_CPU if mixed.is_cpu else _CHUNKS_ON_GPU
         outputs = []
-        before, states = self._read_pool(mixed, context)
-        padded = _with_empty_row(before)
+        with_cached, states = self._read_pool(mixed, context)
+        padded = _with_empty_row(with_cached)
         for level in tree.levels:
             next_states = []
             for start in range(level.start, level.end, size):
@@ -237,10 +241,10 @@ class GatedDeltaNet(MegatronModule):
     def _convolve(self, rows: Tensor) -> Tensor:
         """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
         weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
-        first, *others = weight.permute(2, 0, 1).contiguous()
-        total = rows[:, :CHUNK_TOKENS] * first
-        for tap, weight in enumerate(others, 1):
-            total = torch.addcmul(total, rows[:, tap : tap + CHUNK_TOKENS], weight)
+        by_tap = weight.permute(2, 0, 1).contiguous()
+        total = rows[:, :CHUNK_TOKENS] * by_tap[0]
+        for tap in range(1, by_tap.size(0)):
+            total = torch.addcmul(total, rows[:, tap : tap + CHUNK_TOKENS], by_tap[tap])
         return F.silu(total)
 
     def _norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ DELTA_NET = {
     "linear_value_head_dim": 12,
 }
 # Heads of whole vectors, as cpu/gated_delta.c needs them; torch computes those of DELTA_NET.
-VECTOR_DELTA_NET = {**DELTA_NET, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+VECTOR_DELTA_NET = {**DELTA_NET, "linear_key_head_dim": 32, "linear_value_head_dim": 48}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
