@@ -113,7 +113,7 @@ class GatedDeltaNet(MegatronModule):
         return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute the result of ``attend`` with gradients.
+        """Compute the result of ``attend`` in training, with gradients if they are enabled.
 
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
