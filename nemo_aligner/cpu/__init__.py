@@ -8,7 +8,8 @@ on the rest of ``nemo_aligner``'s model code.
 ``backend.py`` makes megatron-core use the CPU when its modules are imported, with gloo in place of
 NCCL. ``products.py`` gives large matmuls to oneDNN, keeps batch-invariant ones in a fixed order,
 and manages the memory that malloc keeps. ``kernels.py`` compiles ``kernels.c``: attention, norms,
-RoPE and SwiGLU for scoring, which ``models`` calls.
+RoPE and SwiGLU for scoring, which ``models`` calls. ``kernel_delta.py`` does the same for linear
+attention by ``gated_delta.c``; both C files share ``vectors.h``.
 
 Attention of packs, which ``models/attention/backends.py`` chooses among:
 

@@ -1,4 +1,6 @@
-"""Compile ``kernels.c`` when first needed, and call its functions: parts of a layer for scoring.
+"""Compile the C files when first needed, and call their functions: parts of a layer for scoring.
+
+``kernels.c`` has attention and elementwise operations; ``gated_delta.c`` has linear attention.
 
 The functions are for inference on a CPU in fp32 and bf16. They pass over memory once, where torch
 needs several passes. torch's attention also uses MKL for its matmuls, and MKL uses AVX-512 only on
@@ -30,19 +32,23 @@ from nemo_aligner.utils.processes import is_main
 logger = logging.getLogger(__name__)
 
 SWITCH = "NEMO_ALIGNER_COMPILE"
-"""Environment variable: 0 switches kernels.c off."""
+"""Environment variable: 0 switches the C files off."""
+KERNELS, GATED_DELTA = "kernels.c", "gated_delta.c"
 
 # These options are as fast as -O3, and compile in two thirds of the time.
 _FAST = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fno-math-errno")
 _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
-# The types of each function's arguments, as letters of ``_TYPES``; the last argument is the number
-# of threads.
+# For each file the types of its functions' arguments, as letters of ``_TYPES``; the last argument
+# is the number of threads.
 _ARGUMENTS = {
-    "attend": "ipllpppiiifippipppii",
-    "rms_norm": "ipplii",
-    "add": "pipplii",
-    "gated_silu": "ipplii",
-    "rotate": "ipllppliiiii",
+    KERNELS: {
+        "attend": "ipllpppiiifippipppii",
+        "rms_norm": "ipplii",
+        "add": "pipplii",
+        "gated_silu": "ipplii",
+        "rotate": "ipllppliiiii",
+    },
+    GATED_DELTA: {"advance": "plipppi"},
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _LANES = 16  # fp32 lanes of the widest vector
@@ -58,15 +64,15 @@ def take(x: Tensor, multiple: int = _LANES) -> bool:
     return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
 
 
-def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES) -> bool:
-    """Tell if the compiled kernels can compute a CPU tensor ``[..., width]`` of this dtype."""
+def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES, source: str = KERNELS) -> bool:
+    """Tell if the compiled ``source`` can compute a CPU tensor ``[..., width]`` of this dtype."""
     fits = dtype in FLOATS and width % multiple == 0
-    return fits and not torch.is_grad_enabled() and _library() is not None
+    return fits and not torch.is_grad_enabled() and _library(source) is not None
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a function of kernels.c; it runs in as many threads as torch uses."""
-    getattr(_library(), name)(*arguments, torch.get_num_threads())
+def call(name: str, *arguments: Any, source: str = KERNELS) -> None:
+    """Call a function of a C file; it runs in as many threads as torch uses."""
+    getattr(_library(source), name)(*arguments, torch.get_num_threads())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -143,12 +149,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-# True if kernels.c cannot be used on some rank, so that no rank uses it (``decide_together``).
-_is_off = False
+# The C files that cannot be used on some rank, so that no rank uses them (``decide_together``).
+_off: set[str] = set()
 
 
-def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) -> None:
-    """Make all ranks use kernels.c, or none; every rank calls it before it scores.
+def decide_together(
+    device: torch.device, gather: Callable[[Any], list[Any]], has_linear_attention: bool = False
+) -> None:
+    """Make all ranks use a C file, or none; every rank calls it before it scores.
 
     The kernels round differently from torch, and a reward must not depend on the rank that computes
     it.
@@ -156,35 +164,38 @@ def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) ->
     Args:
         device: this rank's device; on a GPU the function does nothing.
         gather: gathers an object of every rank on all ranks, see ``distributed/collectives.py``.
+        has_linear_attention: decide on ``gated_delta.c``, too.
     """
-    global _is_off
     if not dist.is_initialized() or dist.get_world_size() == 1 or device.type != "cpu":
         return
-    library, problem = _load_once()
-    problems = gather(problem if library is None else None)
-    _is_off = any(reason is not None for reason in problems)
-    # Do not warn if the user has switched kernels.c off on every rank: that is no problem.
-    described = [
-        f"rank {rank}: {reason}" for rank, reason in enumerate(problems) if reason is not None
-    ]
-    if is_main() and set(problems) != {_SWITCHED_OFF} and described:
-        _warn("; ".join(described))
+    for source in (KERNELS, GATED_DELTA) if has_linear_attention else (KERNELS,):
+        library, problem = _load_once(source)
+        problems = gather(problem if library is None else None)
+        if any(reason is not None for reason in problems):
+            _off.add(source)
+        # Do not warn if the user has switched the C files off on every rank: that is no problem.
+        described = [
+            f"rank {rank}: {reason}" for rank, reason in enumerate(problems) if reason is not None
+        ]
+        if is_main() and set(problems) != {_SWITCHED_OFF} and described:
+            _warn(source, "; ".join(described))
 
 
-def _library() -> Any:
+def _library(source: str) -> Any:
     """Return the compiled library, compiling it at the first call; None if it is not available."""
-    if _is_off:
+    if source in _off:
         return None
-    library, problem = _load_once()
+    library, problem = _load_once(source)
     if library is None and problem != _SWITCHED_OFF:
-        _warn(problem)
+        _warn(source, problem)
     return library
 
 
 @cache
-def _warn(problem: str) -> None:
+def _warn(source: str, problem: str) -> None:
     logger.warning(
-        "the C kernels (nemo_aligner/cpu/kernels.c) cannot be used, so scoring is slower: %s",
+        "the C kernels (nemo_aligner/cpu/%s) cannot be used, so scoring is slower: %s",
+        source,
         problem,
     )
 
@@ -193,27 +204,26 @@ _SWITCHED_OFF = f"{SWITCH}=0"
 
 
 @cache
-def _load_once() -> tuple[Any, str]:
+def _load_once(source: str) -> tuple[Any, str]:
     """Return the compiled library and ``""``, or None and the reason why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, _SWITCHED_OFF
     try:
-        library = _compile()
+        library = _compile(Path(__file__).with_name(source))
     except (OSError, subprocess.SubprocessError) as error:
         return None, one_line(getattr(error, "stderr", None) or error)
-    for name, arguments in _ARGUMENTS.items():
+    for name, arguments in _ARGUMENTS[source].items():
         function = getattr(library, name)
         function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], None
     return library, ""
 
 
-def _compile() -> ctypes.CDLL:
-    """Compile kernels.c for this processor, and load it so that it uses torch's OpenMP threads."""
+def _compile(source: Path) -> ctypes.CDLL:
+    """Compile a C file for this processor, and load it so that it uses torch's OpenMP threads."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         raise FileNotFoundError(f"the C compiler {compiler[0]} is not installed")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
-    source = Path(__file__).with_suffix(".c")
     with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
         compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         # Link without OpenMP, because a second OpenMP library would start its own threads.
@@ -226,7 +236,7 @@ def _compile() -> ctypes.CDLL:
 
 
 def _openmp_of_torch() -> str:
-    """Return the path of the OpenMP library that torch has loaded, which kernels.c uses, too.
+    """Return the path of the OpenMP library that torch has loaded, which the C files use, too.
 
     Raises:
         FileNotFoundError: torch has loaded none.

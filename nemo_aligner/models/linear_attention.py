@@ -1,7 +1,12 @@
 """Linear attention as modules for megatron-core's layers: the base class, and Gated DeltaNet.
 
 megatron-core's own modules are not used, because they share prefixes in no version, and its Gated
-DeltaNet rejects packs in versions 0.16 and 0.17. ``mamba.py`` has Mamba-2.
+DeltaNet rejects packs in versions 0.16 and 0.17. flash-linear-attention's kernels (version 0.6) are
+not used on a GPU, because every process chooses their tiles by timing them, and with the tiles the
+order of the sums: two ranks, or a server before and after a restart, would compute different
+rewards. They also multiply fp32 in TF32, and round the states to the dtype of the keys. On a CPU
+``gated_delta.c`` computes a Gated DeltaNet where no gradients are needed, and torch does everywhere
+else. ``mamba.py`` has Mamba-2.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from nemo_aligner.cpu.kernel_delta import DeltaLayer, Weights, can_advance
 from nemo_aligner.models.chunk_tree import ChunkTree, Level
 from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
 from nemo_aligner.models.layers import learns
@@ -78,7 +84,7 @@ class LinearAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.shape, self._reads_rows = shape, reads_rows
+        self.shape, self.reads_rows = shape, reads_rows
         self.layer_number = layer_number
         ranks = self.group.size()
         self.key_heads = shape.num_key_heads // ranks
@@ -127,6 +133,10 @@ class LinearAttention(MegatronModule):
     def norm_and_gate(self, output: Tensor, gates: Any, dtype: torch.dtype) -> Tensor:
         """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
 
+    def infer_by_kernel(self, mixed: Tensor, context: PackContext) -> Tensor | None:
+        """Compute the result of ``attend`` without gradients; None if no compiled kernel can."""
+        return None
+
     def attend(self, mixed: Tensor, context: PackContext) -> Tensor:
         """Compute ``[T, 1, value width]`` from ``mixed [T, 1, projection]``, linear_qkv's output.
 
@@ -141,13 +151,16 @@ class LinearAttention(MegatronModule):
         return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute the result of ``attend`` with gradients.
+        """Compute the result of ``attend`` in training, with gradients if they are enabled.
 
         ``attend`` calls the module rather than this method, because the module's hooks wait for
         weights that Megatron is still gathering.
         """
+        by_kernel = self.infer_by_kernel(mixed, context)
+        if by_kernel is not None:
+            return by_kernel
         tree = _tree_of(context)
-        chunks = _rows_of_chunks(mixed, tree.rows)
+        chunks = _rows_of_chunks(_with_empty_row(mixed), tree.rows)
         products, gates = self.compute_chunks(chunks)
         outputs: list[Tensor] = []
         state: Tensor | None = None
@@ -161,16 +174,20 @@ class LinearAttention(MegatronModule):
 
     @torch.no_grad()
     def _infer(self, mixed: Tensor, context: PackContext) -> Tensor:
+        by_kernel = self.infer_by_kernel(mixed, context)
+        if by_kernel is not None:
+            return by_kernel
         tree = _tree_of(context)
         size = _CHUNKS_ON_CPU if mixed.is_cpu else _CHUNKS_ON_GPU
         outputs = []
-        mixed, states = self._read_pool(mixed, context)
+        with_cached, states = self.read_pool(mixed, context)
+        padded = _with_empty_row(with_cached)
         for level in tree.levels:
             next_states = []
             for start in range(level.start, level.end, size):
                 count = min(size, level.end - start)
                 rows = _fill_up(tree.rows[start : start + count], size)
-                products, gates = self.compute_chunks(_rows_of_chunks(mixed, rows))
+                products, gates = self.compute_chunks(_rows_of_chunks(padded, rows))
                 first = None
                 if states is not None:
                     place = start - level.start
@@ -179,10 +196,10 @@ class LinearAttention(MegatronModule):
                 outputs.append(self.norm_and_gate(output, gates, mixed.dtype)[:count])
                 next_states.append(last[:count])
             states = torch.cat(next_states)
-            self._write_pool(level, states, mixed, context)
+            self.write_pool(level, states, mixed, context)
         return self._rows_of_pack(torch.cat(outputs), context)
 
-    def _read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
+    def read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
         """Read from the prefix cache what a sequence needs to continue one of P cached prefixes.
 
         Returns:
@@ -198,9 +215,7 @@ class LinearAttention(MegatronModule):
         rows = F.pad(inputs, (0, missing)).flatten(2).flatten(0, 1).unsqueeze(1)
         return torch.cat([mixed, rows]), torch.cat([torch.zeros_like(states[:1]), states])
 
-    def _write_pool(
-        self, level: Level, states: Tensor, mixed: Tensor, context: PackContext
-    ) -> None:
+    def write_pool(self, level: Level, states: Tensor, mixed: Tensor, context: PackContext) -> None:
         """Store in the prefix cache the states behind those chunks of ``level`` that it keeps.
 
         The convolution's inputs at the last tokens of these chunks are stored, too.
@@ -220,9 +235,10 @@ class LinearAttention(MegatronModule):
     def convolve(self, rows: Tensor) -> Tensor:
         """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
         weight = self.conv_weight.float().unflatten(0, (self.key_heads, -1))
-        total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
-        for tap in range(1, weight.size(-1)):
-            total = total + rows[:, tap : tap + CHUNK_TOKENS] * weight[..., tap]
+        by_tap = weight.permute(2, 0, 1).contiguous()
+        total = rows[:, :CHUNK_TOKENS] * by_tap[0]
+        for tap in range(1, by_tap.size(0)):
+            total = torch.addcmul(total, rows[:, tap : tap + CHUNK_TOKENS], by_tap[tap])
         return total
 
     def _rows_of_pack(self, normed: Tensor, context: PackContext) -> Tensor:
@@ -232,7 +248,7 @@ class LinearAttention(MegatronModule):
         computed a row, one of their equal results is taken.
         """
         places = _tree_of(context).places
-        if self._reads_rows:
+        if self.reads_rows:
             places = places[context.read_rows]
         return normed.flatten(0, 1).index_select(0, places).unsqueeze(1)
 
@@ -284,6 +300,25 @@ class GatedDeltaNet(LinearAttention):
         )
         return ChunkProducts.of(inputs), gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
 
+    def infer_by_kernel(self, mixed: Tensor, context: PackContext) -> Tensor | None:
+        """Compute the result of ``attend`` by ``gated_delta.c``, in one pass over ``mixed``.
+
+        None on a GPU, with gradients, and where the file does not support the sizes.
+        """
+        shape = self.shape
+        sizes = (shape.key_head_dim, shape.value_head_dim, shape.conv_kernel)
+        if not (mixed.is_cpu and can_advance(mixed.dtype, *sizes)):
+            return None
+        tree = _tree_of(context)
+        rows, states = self.read_pool(mixed, context)
+        weights = Weights(self.conv_weight, self.a_log, self.dt_bias, self.norm_weight)
+        kinds = (shape.key_head_dim, self.config.layernorm_epsilon)
+        layer = DeltaLayer(rows, tree.rows, tree.places, weights, *kinds)
+        for level in tree.levels:
+            states = layer.advance(level.start, level.end, level.parents, states)
+            self.write_pool(level, states, mixed, context)
+        return layer.output[context.read_rows] if self.reads_rows else layer.output
+
     def norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
         weight = self.norm_weight
         if self.group.size() > 1 and learns(self):
@@ -313,13 +348,15 @@ def _pool_of(context: PackContext) -> StatePool:
     return pool.states
 
 
-def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
-    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``; rows of -1 become zeros.
+def _with_empty_row(mixed: Tensor) -> Tensor:
+    """Append a row of zeros to ``mixed [T, 1, c]`` -> ``[T + 1, c]``, for ``_rows_of_chunks``."""
+    return F.pad(mixed.squeeze(1), (0, 0, 0, 1))
 
-    It uses a masked fill: multiplying by 0 would keep a NaN of another sequence.
-    """
-    gathered = mixed.squeeze(1).index_select(0, rows.clamp(min=0).flatten())
-    return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)
+
+def _rows_of_chunks(padded: Tensor, rows: Tensor) -> Tensor:
+    """Gather ``padded [T + 1, c]`` at ``rows [n, previous + 64]``; rows of -1 are its last one."""
+    gathered = padded.index_select(0, (rows % padded.size(0)).flatten())
+    return gathered.view(*rows.shape, -1)
 
 
 def _split(products: Any, sizes: Sequence[int]) -> list[Products]:

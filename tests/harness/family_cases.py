@@ -36,6 +36,8 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+# Heads of whole vectors, as cpu/gated_delta.c needs them; torch computes those of DELTA_NET.
+VECTOR_DELTA_NET = {**DELTA_NET, "linear_key_head_dim": 32, "linear_value_head_dim": 48}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -238,10 +240,10 @@ CASES: dict[str, dict[str, Any]] = {
     "helium": {"model_type": "helium", "head_dim": 16, "tie_word_embeddings": False},
     "arcee": {"model_type": "arcee"},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
-    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA_NET},
+    "qwen3_5": {"model_type": "qwen3_5_text", **VECTOR_DELTA_NET},
     "qwen3_5_untied": {
         "model_type": "qwen3_5_text",
-        **DELTA_NET,
+        **VECTOR_DELTA_NET,
         # The last layer has a state, and the stages of a pipeline have other kinds.
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
         "tie_word_embeddings": False,

@@ -215,7 +215,7 @@ def load_pretrained(
             lora_dropout=lora_dropout,
             pointwise_kernels=pointwise_kernels,
         )
-        decide_together(current_device(), gather_objects)
+        decide_together(current_device(), gather_objects, model.has_states)
         # Check the head first, because loading the backbone takes long.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -310,7 +310,7 @@ def reward_model_without_weights(
         reply_marker=contract.reply_marker,
         pointwise_kernels=pointwise_kernels,
     )
-    decide_together(current_device(), gather_objects)
+    decide_together(current_device(), gather_objects, model.has_states)
     return LoadedRewardModel(
         model.eval(),
         contract.with_dtype(precision),

@@ -408,7 +408,7 @@ class ModelShape:
             if layer.latent_attention is None
             else layer.latent_attention.latent_width
             for layer in layers
-            if layer.linear_attention is None
+            if layer.has_mixer and layer.linear_attention is None
         )
         return element_bytes * sum(widths)
 
