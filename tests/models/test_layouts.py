@@ -65,7 +65,7 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
         assert saved.keys() == weights.keys()
         for key, tensor in saved.items():
             where = f"{name}: {key}"
-            torch.testing.assert_close(tensor, weights[key], rtol=0, atol=2e-6, msg=where)
+            torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=where)
     model = layouts.load(path, alone, Precision.bf16)
     for name, near in zip(IN_BF16, (0.05, 0.0), strict=True):
         got = found["families"][name][case]
