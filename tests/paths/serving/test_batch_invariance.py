@@ -27,7 +27,6 @@ from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests.harness import families, tiny
 from tests.harness.once import Once
 from tests.harness.scorers import score_tokens
-from tests.models.layouts import HYBRIDS
 from tests.serving.engine.batch_invariance import (
     BUDGET,
     LONGEST,
@@ -109,8 +108,11 @@ def of_family(folder: Path, case: str, longest: int = LONGEST) -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [*HYBRIDS, "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe"],
-)
+    [
+        "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "deepseek_v2", "deepseek_v3",
+        "glm4_moe_lite", "glm4_moe",
+    ],
+)  # fmt: skip
 def test_rewards_with_shared_prefixes_of_every_length_are_those_alone(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
