@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
@@ -28,9 +28,23 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.exporting import edit_tensors
 from tests.harness import families
 from tests.models import layouts
-from tests.models.test_linear_attention import sequences_with
 
 both = pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3_untied"])
+
+
+def sequences_with(shared: int) -> tuple[list[list[int]], list[Group]]:
+    """Eight samples: three with a prefix of ``shared`` tokens, two pairs, and one alone."""
+    generator = torch.Generator().manual_seed(shared)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 300, (count,), generator=generator).tolist()
+
+    samples, groups = [], []
+    for size, prefix in ((3, shared), (2, 201 - shared), (2, 1 + shared // 2), (1, 0)):
+        start = draw(prefix)
+        samples += [[*start, *draw(count)] for count in (1, 70, 40)[:size]]
+        groups.append(Group(size, prefix))
+    return samples, groups
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
