@@ -129,8 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {
         "model_type": "ministral3",
-        # With 32, rounding moved rewards by 8e-5 after a step of Adam.
-        "head_dim": 16,
+        "head_dim": 32,
         "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.5},
     },
     "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
@@ -252,8 +251,6 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         **LATENT,
         **GROUPED_EXPERTS,
-        # With 24, rounding to bf16 chose other experts.
-        "q_lora_rank": 32,
         "first_k_dense_replace": 1,
     },
     "deepseek_v3_untied": {
@@ -290,8 +287,7 @@ CASES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "norm_topk_prob": True,
         "head_dim": 32,
-        # With 48, two experts of a token were 5e-6 apart after a step, so rounding decided.
-        "moe_intermediate_size": 40,
+        "moe_intermediate_size": 48,
     },
     "qwen2_moe": {
         "model_type": "qwen2_moe",
@@ -420,18 +416,16 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_moe_text",
         **DELTA_NET,
         **EXPERTS,
-        # With 32 and 40, a token had another expert in bf16 at TP=2, so rounding decided.
-        "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 24,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
     },
     "qwen3_next": {
         "model_type": "qwen3_next",
         **DELTA_NET,
         **EXPERTS,
         "norm_topk_prob": False,
-        # With 40 and 32, Adam magnified the rounding of gradients near 0 to 1e-4 of the rewards.
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 24,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 32,
         # The last layer has a state, and one layer with a state has no experts.
         "layer_types": ["full_attention", *["linear_attention"] * 3],
         "mlp_only_layers": [2],

@@ -7,12 +7,15 @@ bf16; of REWARD_MODEL the values of a critic. What rank N found is in FOLDER/ran
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import (
@@ -28,6 +31,7 @@ from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models.experts import routers
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.models.training_wrap import set_routers, wrap_for_training
@@ -43,6 +47,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=2": {"ep": 2},
     "CP=2, EP=2": {"cp": 2, "ep": 2},
 }
+# Adam's first update is ``lr * g / (|g| + eps)``. With the default of 1e-8, a weight whose gradient
+# is of that size moves by up to the whole ``lr`` on rounding alone. There are about 15 such weights
+# in 300,000, and they moved rewards by up to 7e-5. With this epsilon an update is also nearly
+# proportional to a small gradient, so weights show a gradient that is wrong by a factor.
+EPSILON = 1e-3
 IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
 MIXTURES = [
@@ -117,7 +126,7 @@ def step(
     model = load(archive, layout, recompute=recompute)
     set_routers(model, trained=True, aux_loss_coeff=0.1)
     wrapped = wrap_for_training(model)
-    config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=1))
+    config = OptimConfig(lr=0.01, eps=EPSILON, sched=SchedulerConfig(warmup_steps=1))
     optimizer = build_optimizer(wrapped, config, 1.0, 10)
     wrapped.train()
     wrapped.zero_grad_buffer()
@@ -137,18 +146,55 @@ def step(
     }
 
 
-def rewards(
-    archive: Path,
-    layout: ParallelLayout,
-    precision: Precision = Precision.fp32,
-    weights: Path | None = None,
-) -> list[float]:
-    """Of the model in ``archive``, or by the ``weights`` that ``step`` saved of it."""
-    model = load(archive, layout, precision)
-    if weights is not None:
-        state = load_weights(model.sharded_state_dict(prefix="model."), weights)
-        model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
+def saved_weights(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The weights that ``step`` saved in ``folder``, as this rank of ``model`` has them."""
+    state = load_weights(model.sharded_state_dict(prefix="model."), folder)
+    return {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def rewards(model: Any, layout: ParallelLayout) -> list[float]:
     return everyone(infer(model, batches(layout, model.length_dependent_rope), layout), layout)
+
+
+@contextmanager
+def recorded_choices(model: Any) -> Iterator[dict[int, list[Tensor]]]:
+    """Record the experts ``[T, k]`` that each layer's router chooses, by the layer's number."""
+    choices: dict[int, list[Tensor]] = {number: [] for number in routers(model)}
+
+    def recording(number: int, original: Any) -> Callable[[Tensor], Tensor]:
+        def choose(scores: Tensor) -> Tensor:
+            choices[number].append(original(scores))
+            return choices[number][-1]
+
+        return choose
+
+    with _choosing(
+        model, {n: recording(n, router._choose) for n, router in routers(model).items()}
+    ):
+        yield choices
+
+
+@contextmanager
+def replayed_choices(model: Any, choices: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
+    """Let routers choose the experts that ``recorded_choices`` recorded of the same packs.
+
+    Where two experts' scores nearly tie, rounding decides which one is chosen, and the output with
+    the other expert is not close.
+    """
+    rows = {number: iter(chosen) for number, chosen in choices.items()}
+    with _choosing(model, {n: partial(lambda it, scores: next(it), it) for n, it in rows.items()}):
+        yield
+
+
+@contextmanager
+def _choosing(model: Any, functions: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Replace how routers choose experts, ``scores [T, E] -> [T, k]``, by the layer's number."""
+    replaced = {number: router for number, router in routers(model).items() if number in functions}
+    for number, router in replaced.items():
+        router._choose = functions[number]
+    yield
+    for router in replaced.values():
+        del router._choose  # the class's method is visible again
 
 
 def load_critic(archive: Path, layout: ParallelLayout) -> GPTRewardModel:
@@ -217,7 +263,9 @@ def main(folder: str, reward_model: str, *archives: str) -> None:
                     continue
                 got = step(archive, layout, save=Path(folder, name, archive.stem))
                 if name in IN_BF16:
-                    got["bf16"] = rewards(archive, layout, Precision.bf16)
+                    model = load(archive, layout, Precision.bf16)
+                    with recorded_choices(model) as got["choices"]:
+                        got["bf16"] = rewards(model, layout)
                 found[name][archive.stem] = got
             if layout.ep > 1:
                 destroy_layout()

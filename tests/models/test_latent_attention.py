@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.deepseek import DEEPSEEK_V3
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
@@ -31,10 +31,24 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.exporting import assert_same, edit_tensors, export, tensors_of
 from tests.harness import families, tiny
 from tests.models import layouts
-from tests.models.test_linear_attention import sequences_with
 from tests.serving.engine import cached_states
 
 both = pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3_untied"])
+
+
+def sequences_with(shared: int) -> tuple[list[list[int]], list[Group]]:
+    """Eight samples: three with a prefix of ``shared`` tokens, two pairs, and one alone."""
+    generator = torch.Generator().manual_seed(shared)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 300, (count,), generator=generator).tolist()
+
+    samples, groups = [], []
+    for size, prefix in ((3, shared), (2, 201 - shared), (2, 1 + shared // 2), (1, 0)):
+        start = draw(prefix)
+        samples += [[*start, *draw(count)] for count in (1, 70, 40)[:size]]
+        groups.append(Group(size, prefix))
+    return samples, groups
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])

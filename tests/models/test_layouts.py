@@ -38,15 +38,16 @@ def alone(there: Any, layout: Any) -> Any:
 
 @pytest.mark.parametrize("case", layouts.CASES)
 def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, alone: Any) -> None:
-    """Rewards, gradient norm, and rewards after a step, against one process.
+    """Rewards, gradient norm, and every weight after a step, against one process.
 
-    What each layout saved after it is the same model. In bf16 rewards have the same bits between
-    pipeline stages; tensor parallel products are summed otherwise.
+    In bf16 rewards are bit-identical between pipeline stages; tensor parallel products are summed
+    in another order, and are compared with the same experts chosen.
     """
     folder, found = there
     path = folder / f"{case}.nemo"
-    wanted = layouts.step(path, alone)
-    in_bf16 = layouts.rewards(path, alone, Precision.bf16)
+    wanted = layouts.step(path, alone, save=folder / "one" / case)
+    model = layouts.load(path, alone)
+    weights = layouts.saved_weights(model, folder / "one" / case)
     assert wanted["after"] != pytest.approx(wanted["before"], abs=1e-3)
     names = [name for name in LAYOUTS if case in found["families"][name]]
     sizes = {name: {"ep": 1, "cp": 1, "pp": 1, **layout} for name, layout in LAYOUTS.items()}
@@ -57,18 +58,23 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
     for name in names:
         got = found["families"][name][case]
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
-        got["saved"] = layouts.rewards(path, alone, weights=folder / name / case)
-        for when, then in (("before", "before"), ("after", "after"), ("saved", "after")):
-            size = max(map(abs, wanted[then]))
-            # Adam divides a gradient by its own size, and so its rounding, which is the
-            # processor's: 1.2e-5 was seen.
-            near = 1e-5 if when == "before" else 2e-5
-            assert got[when] == pytest.approx(wanted[then], abs=near * size), (name, when)
-    for name, near in zip(IN_BF16, (0.05 * max(map(abs, in_bf16)), 0.0), strict=True):
+        for when in ("before", "after"):
+            size = max(map(abs, wanted[when]))
+            assert got[when] == pytest.approx(wanted[when], abs=1e-5 * size), (name, when)
+        saved = layouts.saved_weights(model, folder / name / case)
+        assert saved.keys() == weights.keys()
+        for key, tensor in saved.items():
+            where = f"{name}: {key}"
+            torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=where)
+    model = layouts.load(path, alone, Precision.bf16)
+    for name, near in zip(IN_BF16, (0.05, 0.0), strict=True):
         if name not in names:
             continue
-        got = found["families"][name][case]["bf16"]
-        assert got == pytest.approx(in_bf16, abs=near, rel=0), name
+        got = found["families"][name][case]
+        with layouts.replayed_choices(model, got["choices"]):
+            in_bf16 = layouts.rewards(model, alone)
+        size = max(map(abs, in_bf16))
+        assert got["bf16"] == pytest.approx(in_bf16, abs=near * size, rel=0), name
 
 
 def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
 from tests.data.test_packing import dataset
+from tests.distributed.layouts import archive
 from tests.harness import families, tiny
 
 
@@ -44,14 +46,28 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
     assert "pearson_mean on the original labels" in shown
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
-def test_probe_passes_training_of_linear_attention(
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_probe_and_swapped_evaluation_pass_training_of_other_decoders(
     case: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Decoders with linear or latent attention, attention sinks, and other routers than Qwen's."""
     path = families.write_base_nemo(tmp_path / "base.nemo", case)
     base = f"pretrained_checkpoint.restore_from_path={path}"
     assert main(["probe", "--records=4", base, *settings[1:]]) == 0
     assert "passed: training follows its labels" in capsys.readouterr().out
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 16)
+    run = (*tiny.training(path, tmp_path / "run", pairs), *settings[1:], "trainer.rm.max_steps=8")
+    assert main(["train", *run]) == 0
+    reports = []
+    for swapped in ("false", "true"):
+        output = tmp_path / f"{swapped}.json"
+        arguments = (f"rm_model_file={archive(tmp_path / 'run')}", f"data.path={pairs}")
+        assert main(["evaluate", *arguments, f"output={output}", f"swapped={swapped}"]) == 0
+        reports.append(json.loads(output.read_text())["metrics"])
+    learned, opposite = reports
+    assert learned["accuracy"] > 0.9
+    assert opposite["accuracy"] == pytest.approx(1 - learned["accuracy"])
+    assert opposite["reward_margin"] == -learned["reward_margin"]
 
 
 def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.common import Precision
@@ -19,6 +21,8 @@ from nemo_aligner.cpu import kernel_attention, products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import packed
 from nemo_aligner.models.attention.backends import BACKENDS
+from nemo_aligner.models.step import infer
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests.harness import families, tiny
 from tests.harness.once import Once
@@ -26,12 +30,14 @@ from tests.harness.scorers import score_tokens
 from tests.serving.engine.batch_invariance import (
     BUDGET,
     LONGEST,
+    PRECISIONS,
     VERY_LONG,
     Case,
     alone,
     calls,
     compare,
     count_changed,
+    draw,
     draw_texts,
     scorers_of,
     write_cases,
@@ -94,10 +100,45 @@ def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
     assert compare(replace(of_family(tmp_path, case), orders=4), layout) == NOTHING
 
 
-def of_family(folder: Path, case: str) -> Case:
+def of_family(folder: Path, case: str, longest: int = LONGEST) -> Case:
     families.write_reward_model(folder / case, case, torch.float32)
-    convert_hf_to_nemo(folder / case, folder / f"{case}.nemo", seq_length=LONGEST)
-    return Case(str(folder / f"{case}.nemo"), draw_texts(40, LONGEST, 90), orders=3)
+    convert_hf_to_nemo(folder / case, folder / f"{case}.nemo", seq_length=longest)
+    return Case(str(folder / f"{case}.nemo"), draw_texts(40, longest, 90), orders=3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "deepseek_v2", "deepseek_v3",
+        "glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4",
+    ],
+)  # fmt: skip
+def test_rewards_with_shared_prefixes_of_every_length_are_those_alone(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """Packs of four pairs with 200 equal tokens, of which each pair shares another number.
+
+    The decoders are those with linear or latent attention, Mamba-2, attention sinks, heads of two
+    sizes, clamped experts with biases, and routers with groups of experts or a bias for their
+    choice.
+    """
+    rng = random.Random(0)
+    prefixes = [draw(rng, 200) for _ in range(4)]
+    samples = [[*prefix, *draw(rng, rng.randint(1, 60))] for prefix in prefixes for _ in range(2)]
+    archive = of_family(tmp_path, case, longest=260).archive
+    for precision in PRECISIONS:
+        model = load_scorer(archive, layout, precision=precision, micro_batch_tokens=2048).model
+        packs = [PackedBatch.pack([sample]) for sample in samples] + [PackedBatch.pack(samples)]
+        for shortest in range(1, 51):
+            lengths = range(shortest, 201, 50)
+            packs.append(PackedBatch.pack(samples, groups=[Group(2, it) for it in lengths]))
+            assert packs[-1].num_tokens == sum(map(len, samples)) - sum(lengths)
+        rewards = infer(model, packs, layout)
+        assert rewards is not None
+        alone, *together = rewards.split(len(samples))
+        assert alone.std() > 0.1
+        changed = [number for number, it in enumerate(together) if not torch.equal(it, alone)]
+        assert not changed, precision
 
 
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(

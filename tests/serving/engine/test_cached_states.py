@@ -1,4 +1,7 @@
-"""The prefix cache of a model with linear attention: bit-identical rewards, and what it saves."""
+"""The prefix cache of models with linear attention: bit-identical rewards, and what it saves.
+
+Dialogues through the prefix cache are also those of latent attention and of attention sinks.
+"""
 
 from __future__ import annotations
 
@@ -88,26 +91,34 @@ def test_rewards_from_cached_states_are_those_alone_at_any_layout(archive: Path)
         check(of_layout, name)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_turn_of_a_dialogue_costs_its_own_tokens_and_less_than_a_chunk(
-    precision: Precision, archive: Path, layout: ParallelLayout
+@pytest.mark.parametrize(
+    ("case", "unit"),
+    [("qwen3_5", 64), ("qwen3_next", 64)]
+    + [(case, 16) for case in ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")],
+)
+def test_turn_of_a_dialogue_costs_its_own_tokens_and_less_than_a_unit(
+    case: str, unit: int, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    plain = scorer_of(archive, layout, precision)
-    cached = scorer_of(archive, layout, precision, plain, CACHES["large"])
+    """A unit is a chunk of linear attention, or a block of other decoders' prefix caches."""
+    families.write_reward_model(tmp_path / "hf", case, torch.float32)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=BUDGET)
     texts = grow(random.Random(3), 12)
-    texts.append(texts[-1] + draw(random.Random(4), -len(texts[-1]) % 64))  # ends with a chunk
+    texts.append(texts[-1] + draw(random.Random(4), -len(texts[-1]) % 64))  # ends with a unit
     texts.append([*texts[-1], 5])
-    before = 0
-    for text in texts:
+    for precision in PRECISIONS:
+        plain = scorer_of(tmp_path / "rm.nemo", layout, precision)
+        cached = scorer_of(tmp_path / "rm.nemo", layout, precision, plain, CACHES["large"])
+        before = 0
+        for text in texts:
+            computed = cached.counts.computed
+            reward = cached.score_token_lists([text])
+            assert reward.tobytes() == plain.score_token_lists([text]).tobytes(), precision
+            assert cached.counts.computed - computed == len(text) - before // unit * unit
+            before = len(text)
+        # The same sample again: its last token is always computed.
         computed = cached.counts.computed
-        reward = cached.score_token_lists([text])
-        assert reward.tobytes() == plain.score_token_lists([text]).tobytes()
-        assert cached.counts.computed - computed == len(text) - before // 64 * 64
-        before = len(text)
-    # The same sample again: its last token is always computed.
-    computed = cached.counts.computed
-    cached.score_token_lists([texts[-2]])
-    assert cached.counts.computed - computed == 64
+        cached.score_token_lists([texts[-2]])
+        assert cached.counts.computed - computed == unit
 
 
 def test_rewards_of_turns_come_from_cached_states(archive: Path, layout: ParallelLayout) -> None:
