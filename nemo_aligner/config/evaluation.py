@@ -27,9 +27,7 @@ class EvaluateDataConfig:
     """
 
     path: str | None = setting(None, "file of pairs or ratings, or hub name[:split]")
-    format: str = setting(
-        "auto", "format of the files: auto, a name from docs/formats.md, or package.module:NAME"
-    )
+    format: str = setting("auto", "format of the files: auto, a name, or package.module:NAME")
     prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
     chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
     rejected_key: str | None = setting(

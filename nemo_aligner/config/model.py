@@ -84,9 +84,7 @@ class DataConfig:
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
-    format: str = setting(
-        "auto", "format of the files: auto, a name from docs/formats.md, or package.module:NAME"
-    )
+    format: str = setting("auto", "format of the files: auto, a name, or package.module:NAME")
     prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
     chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
     rejected_key: str | None = setting(

@@ -521,11 +521,10 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     layers = stage_layers(shape, plan, stage)
     kv = sum(widths(shape.of_layer(layer + 1))[3] for layer in layers) / len(layers)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
-    gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
     # Tensor parallelism splits the embedding's rows, so the first stage also all-reduces its
     # output.
-    reductions = 1.0 if stage == 0 else 0.0
+    gathers, exchanges, reductions = 0.0, 0, float(stage == 0)
     for layer in stage_layers(shape, plan, stage):
         # In the last layer, the MLP computes only the tokens that the head reads, so few that its
         # all-reduce is not counted.

@@ -43,7 +43,6 @@ from nemo_aligner.models.shapes.rope import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
-_REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 # Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
@@ -224,9 +223,6 @@ class ModelShape:
         Raises:
             CheckpointError: a key is missing, or has a value that this package does not support.
         """
-        missing = [key for key in (*_REQUIRED, "vocab_size") if config.get(key) is None]
-        if missing:
-            raise CheckpointError(f"model_config.yaml: it lacks {', '.join(missing)}")
         check_supported(config)
         heads = count_of_config(config, "num_attention_heads")
         hidden = count_of_config(config, "hidden_size")

@@ -167,8 +167,14 @@ _SUPPORTED = {
 }
 
 
+_REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
 def check_supported(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first key whose value is not supported."""
+    """Raise CheckpointError for missing keys, or the first key whose value is not supported."""
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"model_config.yaml: it lacks {', '.join(missing)}")
     for key, values in _SUPPORTED.items():
         value = config.get(key, values[0])
         if value not in values:
