@@ -43,7 +43,6 @@ from nemo_aligner.models.shapes.rope import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
-
 # Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
