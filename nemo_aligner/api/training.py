@@ -171,7 +171,7 @@ def _run_on_first_rank(write: Callable[[], int]) -> int:
 
 
 def _check_finished(outcome: Outcome) -> None:
-    """Raise the exception that ``train`` documents if the run was stopped before its end."""
+    """If the run was stopped early, raise KeyboardInterrupt, SystemExit or StoppedError."""
     reason = outcome.stopped_by
     if reason is None:
         return

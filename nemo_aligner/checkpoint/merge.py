@@ -199,11 +199,13 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
 def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return lazy tensors that compute the weighted sums when they are written.
+    """Return lazy tensors of the merged model: each is computed when it is written.
+
+    A tensor of the merged model is the sum of the inputs' tensors, times their weights.
 
     Returns:
-        The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer.
+        Tensors outside the layers, by name; and tensors of the layers, by name, with one for each
+        layer. Names are those in the archive.
     """
     decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]

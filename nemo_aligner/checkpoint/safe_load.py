@@ -181,8 +181,10 @@ def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-_MAX_KEY_PARTS = 10_000  # most in a key or in a call's arguments; real ones have about a dozen
-_MAX_FILE_PARTS = 1_000_000  # most in a file, without the data of its tensors
+# Most parts (see ``_check_small``) of a key, or of the arguments of a call; those of checkpoints have
+# about a dozen.
+_MAX_KEY_PARTS = 10_000
+_MAX_FILE_PARTS = 1_000_000  # most parts of a file, without the data of its tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -210,7 +212,9 @@ def _check_small(
             inside = getattr(item, "__dict__", {}).values()
         parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
         if parts > limit:
-            raise pickle.UnpicklingError(f"it has {description} of more than {limit} parts")
+            raise pickle.UnpicklingError(
+                f"the pickle has {description} of more than {limit} parts, which no checkpoint needs"
+            )
         unvisited += inside
 
 

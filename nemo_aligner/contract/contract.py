@@ -216,7 +216,7 @@ class ScoringContract:
 
     @property
     def output_names(self) -> list[str]:
-        """Names of the A * K head outputs, such as ``helpfulness=0.5`` for a bin."""
+        """Names of the head's outputs, K per attribute, such as ``helpfulness=0.5`` for a bin."""
         readout = self.output_readout
         if readout is None or readout.width == 1:
             return list(self.attributes)

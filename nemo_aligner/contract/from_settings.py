@@ -297,7 +297,8 @@ def continue_contract(
         raise ConfigError(
             f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
             f"these settings ({contract.hash[:12]}): {description}"
-            f". Set them alike, or set {' and '.join(switches)} to train another model{hint}"
+            f". Give these settings the values of that model, or set {' and '.join(switches)} to "
+            f"train another model{hint}"
         )
     return contract
 

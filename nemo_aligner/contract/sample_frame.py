@@ -169,8 +169,8 @@ def _show_start(text: str) -> str:
 def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
     """Drop each beginning that starts with another, shorter beginning.
 
-    A sample that begins with the longer one also begins with the shorter one, so the check needs
-    only the shorter one. Return () if a beginning is empty: it would match every sample.
+    A sample that begins with the longer one also begins with the shorter one, so to compare samples
+    the shorter one is enough. Return () if a beginning is empty: it would match every sample.
 
     Args:
         beginnings: strings, or tuples of token ids, that samples may begin with.

@@ -61,8 +61,8 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
     if len(set(keys)) < 2:
         raise DataError(
             f"{source}: it has {len(set(keys))} prompts of conversations without tools or "
-            "documents; at least 2 are needed. Raw texts cannot be used, as they do not show where "
-            "the reply begins"
+            "documents, and replies can only be exchanged between at least 2. Raw texts are not "
+            "counted, because they do not show where the reply begins"
         )
     count, rng = round(settings.share * len(plain)), random.Random(settings.seed)
     pairs = _draw_pairs(plain, keys, count, rng)

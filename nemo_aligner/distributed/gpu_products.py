@@ -175,10 +175,10 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
         torch.addmm(to, grad.t(), input, out_dtype=to.dtype, out=to)
 
 
-# The trial, which finds chunk sizes with bit-identical results.
+# A trial finds the chunk sizes with which every row of a matmul has the same bits.
 
-# Number of different rows in the trial. The rows repeat, so even a chunk of 64 rows has each row at
-# four positions.
+# Number of different rows in the trial. They repeat, so even a chunk of 64 rows has each row at
+# four positions, whose results are compared.
 _DRAWN = 16
 _TRIED: dict[tuple[Any, ...], tuple[int, ...]] = {}
 

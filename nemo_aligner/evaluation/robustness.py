@@ -213,8 +213,8 @@ def change_reply(text: Text, change: Callable[[str], str]) -> Text:
     return with_messages(text, [*history, {**last, "content": change(last["content"])}])
 
 
-# The replies that a row of the table changes: their name, and a mask over the two columns of ``[N,
-# 2]`` rewards.
+# Which replies of a pair are rewritten in a row of the robustness table: a name, and a mask over
+# the two columns (chosen, rejected) of ``[N, 2]`` rewards.
 _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
@@ -303,7 +303,7 @@ _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 # In Chinese and Japanese no space follows the mark.
 _AFTER_SENTENCE = re.compile(r"(?<=\w\w[.!?])(?=\s|$)|(?<=[\u3002\uff01\uff1f])")
 _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # rules
+    (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # lines of --- or ***
     (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>(?!>)[ \t]?|[-*+][ \t]+)", re.MULTILINE), ""),
     (re.compile(r"(\*{2,3})(?=\S)(.+?)(?<=\S)\1"), r"\2"),
     (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+?)(?<=\S)\*(?![\w*])"), r"\1"),

@@ -18,7 +18,7 @@ _FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 
 
 def drop_in(gym: Path) -> Path:
-    """Copy the environment into a checkout of NeMo Gym, and return its folder there.
+    """Copy this package's environment into a checkout of NeMo Gym, and return its folder there.
 
     Raises:
         ConfigError: ``gym`` is not a checkout, or has the environment already.

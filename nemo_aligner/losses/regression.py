@@ -46,7 +46,10 @@ class MaskedMse(RatingObjective):
     """Mean squared error ``(reward - label) ** 2`` over the labels that are present."""
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the loss summed over all labels, and their number; ``rewards`` are ``[S, A]``."""
+        """Return the sum of the losses of all labels, and their number.
+
+        ``rewards`` are ``[S, A]``: a row for each reward, and a column for each attribute.
+        """
         errors, present = self.errors(rewards, records)
         return errors.square().sum(), present.sum()
 

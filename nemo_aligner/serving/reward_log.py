@@ -29,7 +29,7 @@ from nemo_aligner.utils.errors import ConfigError, short, writable
 
 logger = logging.getLogger(__name__)
 
-# Seconds between writes of an unfinished window; a server that is killed loses at most this much.
+# Seconds between writes of the log before its rewards are complete; a killed server loses these.
 _WRITE_SECS = 30.0
 
 

@@ -305,7 +305,7 @@ class SupervisedTrainer:
         )
 
     def _find_best(self) -> None:
-        """Find the best checkpoint so far, and store its text for the lines that show the steps."""
+        """Find the best checkpoint so far; the lines that show the steps name it."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:

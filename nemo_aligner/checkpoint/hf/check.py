@@ -128,7 +128,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
             continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
-            continue  # the text before the response may be cut off
+            continue  # without its whole prompt, the marker before the response may be lost
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 

@@ -80,8 +80,8 @@ RATED_TEXT = Format(
 
 
 # One reply and whether it is good: unpaired preferences of TRL (its documentation, "Dataset
-# formats") and ms-swift, as used by KTO (Ethayarajh et al. 2024, arXiv:2402.01306). The attribute
-# may have any name.
+# formats") and ms-swift, as used by KTO (Ethayarajh et al. 2024, arXiv:2402.01306). The label is
+# that of the only attribute of the model, whatever its name is.
 
 
 def _is_unpaired(value: dict[str, Any]) -> bool:

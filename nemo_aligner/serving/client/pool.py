@@ -232,9 +232,9 @@ class ServerPool:
 
     async def probe(self) -> dict[str, str | None]:
         """Check all servers: map each URL to why it gives no rewards now, or to None if it does."""
-        # If no contract is expected, forget the contracts that servers published earlier.
-        # Otherwise, while all servers are being replaced, the old contract of one would still make
-        # this check fail after the last one has the new contract.
+        # If no contract is expected, forget the contracts that servers published earlier: while all
+        # servers are being replaced, the earlier contract of one server would differ from the new
+        # contract of another.
         if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)

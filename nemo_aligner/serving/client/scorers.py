@@ -50,7 +50,7 @@ class ServedScorer:
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
-        # If the server rejected every sample, the client does not know the number of attributes.
+        # If the server rejected every sample, its answer does not tell the number of attributes.
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 

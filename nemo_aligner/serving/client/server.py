@@ -335,8 +335,8 @@ class RemoteServer:
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # NVIDIA's NeMo-Aligner has no contract. A server of this package may still be loading
-            # it.
+            # A server of NVIDIA's NeMo-Aligner has no contract; one of this package rejects the
+            # request only while it loads its model. Which of them this is, is not known.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error

@@ -130,7 +130,7 @@ class Batcher:
 
     @property
     def waiting_rows(self) -> int:
-        """The number of rows that no call has taken yet."""
+        """The number of rows that wait for a call of the model."""
         return self._waiting_rows
 
     def submit(self, rows: Sequence[Row]) -> Future[list[np.ndarray]]:

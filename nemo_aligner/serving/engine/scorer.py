@@ -410,7 +410,7 @@ def load_scorer(
 # The class below scores with several models (an ensemble).
 
 # Fields of the contract in which the models of an ensemble may differ. The other fields decide the
-# token ids of a sample, or what the columns mean.
+# token ids of a sample, or what the columns of its rewards mean.
 _MAY_DIFFER = ("label_means", "attribute_weights")
 
 

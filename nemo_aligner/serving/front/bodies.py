@@ -33,7 +33,7 @@ class RequestBodies:
 
 
 class BodyReader:
-    """Reads one body; its bytes count toward the limits until the request has been answered."""
+    """Reads one body; its bytes count toward the limit of all bodies until it is answered."""
 
     __slots__ = ("_bodies", "_counted")
 

@@ -401,7 +401,9 @@ class Connection(HttpToolsProtocol):
         other than CRLF.
         """
         if self.phase != HEAD:
-            raise malformed_request("another request begins before this one is complete")
+            raise malformed_request(
+                "a second request begins on the connection before this one is complete"
+            )
         if http_version not in ("1.1", "1.0"):
             raise malformed_request(f"its version is {http_version}, wanted 1.1 or 1.0")
         if len(headers) != len(self.headers):
@@ -581,7 +583,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyCallbacks:
-    """Callbacks of the parser of ``_use_parser_for_body``, which passes on only the body."""
+    """Callbacks of a second parser, which reads a body for ``_use_parser_for_body``."""
 
     def __init__(self, connection: Connection) -> None:
         self.on_chunk_header = connection.on_chunk_header

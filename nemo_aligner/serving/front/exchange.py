@@ -1,4 +1,4 @@
-"""One request and its answer; uvicorn's ``RequestResponseCycle``, with other error handling."""
+"""One request and its answer: uvicorn's ``RequestResponseCycle``, whose errors are JSON bodies."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
         return None
 
     def refuse_password() -> str:
-        raise ServingError("the key is encrypted; save it without a password")
+        raise ServingError(f"{config.key_file}: the key is encrypted. Save it without a password")
 
     for name in ("certificate_file", "key_file"):
         path = getattr(config, name)

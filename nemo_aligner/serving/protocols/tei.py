@@ -107,7 +107,9 @@ def read_predict(body: PredictRequest) -> ScoreRequest:
     inputs: Any = body.inputs
     rows = inputs if _is_batch(body) else [[inputs] if isinstance(inputs, str) else inputs]
     if not rows:
-        raise ServingError("inputs: got none, wanted a text, a pair, or a list of lists of them")
+        raise ServingError(
+            "inputs: got none, wanted a text, two texts, or a list of lists of one or two texts"
+        )
     return ScoreRequest(texts=[_read_input(row, number) for number, row in enumerate(rows)])
 
 
