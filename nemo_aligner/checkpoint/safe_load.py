@@ -181,8 +181,8 @@ def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-# Most parts (see ``_check_small``) of a key, or of the arguments of a call; those of checkpoints have
-# about a dozen.
+# Most parts (see ``_check_small``) of a key, or of the arguments of a call; those of checkpoints
+# have about a dozen.
 _MAX_KEY_PARTS = 10_000
 _MAX_FILE_PARTS = 1_000_000  # most parts of a file, without the data of its tensors
 _PICKLE_NAME = "data.pkl"
@@ -213,7 +213,7 @@ def _check_small(
         parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
         if parts > limit:
             raise pickle.UnpicklingError(
-                f"the pickle has {description} of more than {limit} parts, which no checkpoint needs"
+                f"the pickle has {description} of more than {limit} parts, unlike a checkpoint"
             )
         unvisited += inside
 
@@ -457,7 +457,7 @@ class _AllowListUnpickler(_PythonUnpickler):
         if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
             return _enum_member
         if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, unlike a checkpoint")
         return super().find_class(module, name)
 
 
