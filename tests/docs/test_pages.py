@@ -26,6 +26,7 @@ from nemo_aligner.data import report
 from nemo_aligner.data.formats import FORMATS
 from tests.config.nemo_aligner_files import write_file
 from tests.docs.pages import PAGES, commands, name_of, pieces, split_verb
+from tests.harness.family_cases import CASES
 from tests.harness.tiny import ROOT
 
 SCHEMAS = {
@@ -137,6 +138,12 @@ def test_the_architecture_page_names_every_package_and_files_that_exist() -> Non
     assert len(files) > 15
     assert gone == []
     assert len(text.splitlines()) <= 120
+
+
+def test_the_page_of_decoders_has_every_family() -> None:
+    text = (ROOT / "docs" / "decoders.md").read_text()
+    names = {case["model_type"] for case in CASES.values()}
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
 
 
 def test_the_page_of_formats_shows_every_format() -> None:
