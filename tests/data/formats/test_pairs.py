@@ -208,7 +208,11 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([{"text": "a"}, {"text": 4}], r":1: text: got 4, wanted a string"),
         ([{"prompt": HH, "chosen": f"{HH} a", "rejected": "\n\nHuman: b"}], r"rejected: .*begin"),
         (['{"prompt": "a", "chosen": NaN}'] * 3, r":1: malformed JSON: NaN is not JSON"),
-        ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*fits rated_chat, for "),
+        ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*rated_chat: .*attributes=\[\.\.\.\]$"),
+        (
+            [{"prompt": "a", "completions": ["b"], "labels": [True]}],
+            r"stepwise: .*model\.regression\.attributes=.*step_ends, and model.objective=binary_",
+        ),
         ([{"chosen": "a", "reject": "b"}], r":1: .*'rejected' for 'reject'.*text_pairs"),
         ([{"a": 1}], r":1: got a record with keys 'a'; wanted .*chat_pairs.*ultrafeedback"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
