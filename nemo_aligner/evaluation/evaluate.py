@@ -410,7 +410,7 @@ def _wrong_kind(error: OtherKindError, source: RewardSource) -> DataError:
     """Build the error about a file of ratings where only pairs can be evaluated."""
     if source.takes_ratings:
         return DataError(
-            f"{error.found}, but swapped and robustness_pairs need pairs. "
+            f"{error.summary}, but swapped and robustness_pairs need pairs. "
             "Leave them out, or pass a file of pairs."
         )
     needed = "model.reward_model_type=regression"
@@ -421,7 +421,7 @@ def _wrong_kind(error: OtherKindError, source: RewardSource) -> DataError:
             model = "this model gives one reward for each sample, and the labels are of steps"
             model = model.replace("steps", "turns") if error.reads == "turns" else model
     return DataError(
-        f"{error.found}, but {model}. Pass a file of pairs, or a model that was trained with "
+        f"{error.summary}, but {model}. Pass a file of pairs, or a model that was trained with "
         f"{needed}."
     )
 

@@ -198,7 +198,7 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
     if differences:
         # The contracts differ, so they tokenize the same files differently, and the digests of the
         # data always differ, too. Report only the difference of the contracts.
-        fingerprint[_DATA] = saved.get(_DATA)
+        fingerprint.update({key: saved.get(key) for key in (_CONTRACT, _DATA)})
     elif saved.get(_DATA) != fingerprint[_DATA]:
         # Older versions saved one digest of all tokens, newer ones a digest for each file. Compare
         # with the digest that the older version would have computed.

@@ -196,13 +196,14 @@ def choose_format(
                 return candidate
     if first is None:
         raise DataError(f"{path}: the file has no records")
-    found = f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
-    other = next((each for each in FORMATS.values() if each.is_certain(first.value)), None)
+    summary = f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
+    certain = (fmt for fmt in FORMATS.values() if fmt.is_certain(first.value))
+    other = next(certain, None)
     if other is not None and not _has_token_ids(first.value):
-        found += f". It fits {other.name}"
+        summary += f". It fits {other.name}"
         reads = None if other.reads is None else other.reads.value
-        raise OtherKindError(f"{found}: {_advise_training(other)}", found, reads)
-    raise DataError(f"{found}{_advise_unknown(first, fitting)}")
+        raise OtherKindError(f"{summary}: {_advise_training(other)}", summary, reads)
+    raise DataError(f"{summary}{_advise_unknown(first, fitting)}")
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:

@@ -140,14 +140,14 @@ class OtherKindError(DataError):
     """A file fits a format of another kind than the one that is needed, comparisons or ratings.
 
     Attributes:
-        found: first sentences of the message: the record, its place, and the format that it fits.
+        summary: first sentences of the message: the record, its place, and the format that it fits.
         reads: ``reads`` of that format, as a string.
     """
 
     # The defaults are for ``pickle``, which passes only the message and sets the attributes itself.
-    def __init__(self, message: str, found: str = "", reads: str | None = None) -> None:
+    def __init__(self, message: str, summary: str = "", reads: str | None = None) -> None:
         super().__init__(message)
-        self.found, self.reads = found, reads
+        self.summary, self.reads = summary, reads
 
 
 # Functions that read texts, conversations and labels from fields.
