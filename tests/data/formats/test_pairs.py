@@ -245,7 +245,7 @@ def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
     with pytest.raises(DataError, match=r":1: .*got a record of chat_pairs.*wanted hh"):
         read(tmp_path, PAIR, format="hh")
-    with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
+    with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto, "):
         read(tmp_path, PAIR, format="rated_chat")
 
 
