@@ -89,7 +89,6 @@ from nemo_aligner.data.records import (
     Origin,
     Rating,
     Record,
-    with_texts,
 )
 from nemo_aligner.utils.dotted import import_dotted, source_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
