@@ -264,9 +264,7 @@ def test_split_replaces_neither_other_parts_nor_its_source(tmp_path: Path, run: 
     for _ in range(2):
         assert "in place of" not in split_file(source, tmp_path / "out", Split())
     parts = [path.read_bytes() for path in sorted((tmp_path / "out").iterdir())]
-    with pytest.raises(
-        ConfigError, match=r"^output: .*/train.jsonl exists with .*folder"
-    ):
+    with pytest.raises(ConfigError, match=r"^output: .*/train.jsonl exists with .*folder"):
         split_file(source, tmp_path / "out", Split(seed=2))
     assert parts == [path.read_bytes() for path in sorted((tmp_path / "out").iterdir())]
     with pytest.raises(ConfigError, match=r"^output: .*train.jsonl "):
