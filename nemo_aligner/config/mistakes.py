@@ -28,21 +28,21 @@ def find_spaced(words: Sequence[str]) -> tuple[list[str], str | None]:
     Returns:
         The other settings, and an error about those with spaces; None if there are none.
     """
-    others: list[str] = []
+    assignments: list[str] = []
     spaced: list[list[str]] = []
     position = 0
     while position < len(words):
         count = _count_spaced(words[position : position + 3])
         if count == 1:
-            others.append(words[position])
+            assignments.append(words[position])
         else:
             spaced.append([*words[position : position + count]])
         position += count
     if not spaced:
-        return others, None
+        return assignments, None
     written = ", ".join(" ".join(parts) for parts in spaced)
-    wanted = " ".join("".join(parts) for parts in spaced)
-    return others, f"got {written}, wanted no spaces around =: {wanted}"
+    joined = " ".join("".join(parts) for parts in spaced)
+    return assignments, f"got {written}, wanted no spaces around =: {joined}"
 
 
 def _count_spaced(words: Sequence[str]) -> int:
@@ -87,8 +87,8 @@ def describe_wrong(key: str, kind: str, value: object) -> str:
         kind: the type of the setting in words.
     """
     if value is None and kind.startswith("["):
-        wanted = "a file or a list of files" if ".data_prefix." in key else kind
-        return f"{key}: got null, wanted {wanted}; [] for none"
+        content = "a file or a list of files" if ".data_prefix." in key else kind
+        return f"{key}: got null, wanted {content}; [] for none"
     return f"{key}: got {value!r}, wanted {kind}"
 
 

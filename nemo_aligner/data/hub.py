@@ -6,7 +6,6 @@ settings and options that take a data file or the name of a data set.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -83,11 +82,12 @@ def _import_datasets(need: str) -> Any:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("datasets")
+        import datasets
     except ImportError as error:
         raise ConfigError(
             f"{need} Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error
+    return datasets
 
 
 def fetch(

@@ -54,6 +54,7 @@ from nemo_aligner.data.formats.pairs import (
 from nemo_aligner.data.formats.prompts import (
     COLUMN_COUNTS,
     advise_prompt_key,
+    every_form,
     prompt_like,
     with_record_columns,
 )
@@ -273,12 +274,12 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         return (
             f". {advise_prompt_key(prompts[0])}; where 'chosen' and 'rejected' are whole texts, "
-            "set --format text_pairs (model.data.format=text_pairs)"
+            f"set {every_form('format', 'text_pairs')}"
         )
     if COMPARISON_TEXT in fitting and COMPARISON_TEXT.matches(line.value):
         return (
             ". If every two lines are a pair, the text of the chosen reply and that of the "
-            "rejected one, set --format comparison_text (model.data.format=comparison_text)"
+            f"rejected one, set {every_form('format', 'comparison_text')}"
         )
     misspelt = _find_misspelt(line.value, fitting)
     if misspelt is not None:
@@ -287,8 +288,8 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     less_common = ", ".join(fmt.name for fmt in fitting if fmt.name not in _COMMON)
     return (
         f"; wanted {common}; or those of {less_common} (docs/formats.md lists their keys). If the "
-        "fields of a pair have other names, set --prompt-key, --chosen-key and --rejected-key "
-        "(model.data.prompt_key and so on in training)"
+        f"prompt of a pair has another name, set {every_form('prompt_key', 'NAME')}; likewise "
+        "chosen_key and rejected_key for its replies"
     )
 
 

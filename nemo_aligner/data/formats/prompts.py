@@ -70,8 +70,16 @@ def prompt_like(value: dict[str, Any]) -> list[str]:
 
 def advise_prompt_key(name: str) -> str:
     """Write the advice in errors and reports about a column ``name`` that may be the prompt."""
-    flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
-    return f"If {name!r} is the prompt, set {flag}"
+    return f"If {name!r} is the prompt, set {every_form('prompt_key', name)}"
+
+
+def every_form(name: str, value: str) -> str:
+    """Write a setting of the data as each verb takes it; a reader does not know its verb."""
+    flag = f"--{name.replace('_', '-')} {value}"
+    return (
+        f"{flag} (data inspect, data split), model.data.{name}={value} (train) or "
+        f"data.{name}={value} (evaluate)"
+    )
 
 
 def _has_text(cell: object) -> bool:
