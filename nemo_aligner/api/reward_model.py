@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.describe import list_keys, suggest_setting
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import idle_notes, idle_settings, load_settings
 from nemo_aligner.contract.messages import check_texts
@@ -233,11 +234,7 @@ class RewardModel:
         """
         for key in settings:
             if key.partition(".")[0] not in _EVALUATION_SETTINGS:
-                raise ConfigError(
-                    f"{key}: wanted one of the settings of an evaluation "
-                    f"({', '.join(_EVALUATION_SETTINGS)}); pass settings of the model to "
-                    "from_pretrained"
-                )
+                raise ConfigError(_describe_unknown_setting(key))
         if isinstance(records, str | PathLike):
             return self._evaluate(records, settings)
         folder = make_temporary("nemo_aligner_records_")
@@ -317,6 +314,21 @@ class RewardModel:
     def _source(self) -> RewardSource:
         """Load the model unless it is loaded; return it as a ``RewardSource``, ready to score."""
         return _SESSION.load(self, self._config)
+
+
+def _describe_unknown_setting(key: str) -> str:
+    """Write the error about a key that is no setting of ``RewardModel.evaluate``."""
+    names = [setting.name for setting in list_keys(EvaluateConfig)]
+    near = suggest_setting(
+        key, [name for name in names if name.partition(".")[0] in _EVALUATION_SETTINGS]
+    )
+    advice = "pass settings of the model to from_pretrained"
+    if near is not None:
+        advice = f"did you mean {near}?"
+    return (
+        f"{key}: wanted one of the settings of an evaluation "
+        f"({', '.join(_EVALUATION_SETTINGS)}); {advice}"
+    )
 
 
 def release_models() -> None:

@@ -27,12 +27,16 @@ from nemo_aligner.config.describe import (
     describe_unknown,
     find_settings,
     list_keys,
-    settings_names,
     suggest_setting,
-    suggestion,
 )
 from nemo_aligner.config.evaluation import IDLE_IN_EVALUATION, EvaluateConfig
 from nemo_aligner.config.gateway import IDLE_IN_GATEWAYS, GatewayRunConfig
+from nemo_aligner.config.mistakes import (
+    describe_file_error,
+    describe_word,
+    describe_wrong,
+    find_spaced,
+)
 from nemo_aligner.config.serving import (
     IDLE_IN_CRITICS,
     IDLE_IN_SERVING,
@@ -71,8 +75,7 @@ def load_with_notes(
             translated without a change of results is an error, too.
     """
     merging = _Merging(schema, file)
-    for assignment in settings:
-        merging.add_assignment(assignment)
+    merging.add_assignments(settings)
     return merging.finish(), merging.notes()
 
 
@@ -137,22 +140,11 @@ def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
     """Read the sections of a YAML file; ConfigError if it cannot be read."""
     try:
         loaded = read_file(path, type_of)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file{_suggest_packaged(path)}") from error
     except Exception as error:  # yaml and the file system raise many error types
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {describe_file_error(path, error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: got a list at the top level, wanted sections with keys")
     return loaded
-
-
-def _suggest_packaged(path: Path) -> str:
-    """Return what an error about a missing file appends: a similar packaged name, or all names."""
-    names = settings_names()
-    near = suggestion(path.stem, names)
-    if near is not None:
-        return f"; did you mean {near}, which the package has?"
-    return f", and the package has {', '.join(names)}"
 
 
 class _Merging:
@@ -188,12 +180,20 @@ class _Merging:
                 return get_args(self._types[name])[1]
         return self._types.get(key)
 
-    def add_assignment(self, assignment: str) -> None:
+    def add_assignments(self, words: Sequence[str]) -> None:
+        """Add the ``key=value`` arguments of a command line."""
+        assignments, problem = find_spaced(words)
+        if problem is not None:
+            self._add_problem("", problem)
+        for assignment in assignments:
+            self._add_assignment(assignment)
+
+    def _add_assignment(self, assignment: str) -> None:
         """Add a ``key=value`` argument; Hydra's prefixes + and ++ are ignored."""
         key, equals_sign, value = assignment.partition("=")
         key = key.lstrip("+")
         if not equals_sign or not key:
-            self._add_problem("", f"got {assignment!r}, wanted section.key=value")
+            self._add_problem("", describe_word(assignment, self._kinds))
             return
         try:
             update = read_setting(key, value, self.type_of)
@@ -269,7 +269,7 @@ class _Merging:
         try:
             OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
         except OmegaConfBaseException:
-            self._add_problem(location, f"{key}: got {value!r}, wanted {self._kinds[key]}")
+            self._add_problem(location, describe_wrong(key, self._kinds[key], value))
 
     def _add_unknown(self, key: str, value: Any, location: str) -> None:
         """Record an unknown key, or each key of an unknown section if one has a suggestion."""

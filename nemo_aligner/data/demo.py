@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.data.records import write_lines
+from nemo_aligner.data.records import write_parts
 from nemo_aligner.data.report import longer_wins
 from nemo_aligner.utils.errors import DataError
 
@@ -39,15 +39,13 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
     """
     train, heldout_pairs = build_demo_pairs(pairs, heldout, seed)
     sides = {"train": train, "heldout": heldout_pairs}
-    written = [
-        write_lines(folder / f"{name}.jsonl", demo_lines(side)) for name, side in sides.items()
-    ]
+    written = write_parts(folder, {name: demo_lines(side) for name, side in sides.items()})
     kinds = {name: Counter(pair.kind for pair in side) for name, side in sides.items()}
     rows = [f"{'kind':<12}{'train':>7}{'heldout':>9}  the better reply is better because"]
     for kind, reason in REASONS.items():
         rows.append(f"{kind:<12}{kinds['train'][kind]:>7}{kinds['heldout'][kind]:>9}  {reason}")
     wins = longer_wins([(len(pair.chosen), len(pair.rejected)) for pair in heldout_pairs])
-    rows.append(f"written: {', '.join(written)}")
+    rows.append(f"written: {', '.join(map(str, written.values()))}")
     rows.append(f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout")
     return "\n".join(rows)
 
@@ -363,11 +361,11 @@ def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str
     count = round(chains * heldout)
     sides = {"train": records[count:], "heldout": records[:count]}
     lines = [f"{'':<12}{'chains':>8}{'with an error':>15}{'steps':>8}"]
+    paths = write_parts(folder, {name: [*map(json.dumps, rows)] for name, rows in sides.items()})
     for name, rows in sides.items():
-        path = write_lines(folder / f"{name}.jsonl", map(json.dumps, rows))
         wrong = sum(False in row["labels"] for row in rows)
         steps = sum(len(row["labels"]) for row in rows)
-        lines.append(f"{name:<12}{len(rows):>8}{wrong:>15}{steps:>8}  {path}")
+        lines.append(f"{name:<12}{len(rows):>8}{wrong:>15}{steps:>8}  {paths[name]}")
     lines.append("a step is right if its sum is; steps after a wrong one have no label")
     return "\n".join(lines)
 

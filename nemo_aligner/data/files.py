@@ -26,6 +26,7 @@ from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
 from nemo_aligner.data.records import DEEPEST, as_json, is_too_deep, without_other_kinds
 from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.missing import describe_unreadable
 
 # Tables with named columns: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 #
@@ -307,7 +308,7 @@ def open_unpacked(path: str | Path) -> Iterator[BinaryIO]:
             stream.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if is_packed else stream
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(describe_unreadable(path, error)) from error
 
 
 def _decode(content: bytes, path: str) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
@@ -57,6 +58,8 @@ def local_file(path: str) -> str:
 
 
 def _download(name: str, split: str, output: Path) -> None:
+    # Import the package before the message: a name that is a misspelled path is more likely.
+    _import_datasets(f"there is no file {name}; as a name of the hub it needs")
     say(f"downloading {name}, split {split}, from the Hugging Face hub ...")
     try:
         count = fetch(name, output, split)
@@ -67,6 +70,24 @@ def _download(name: str, split: str, output: Path) -> None:
         ) from error
     if count == 0:
         raise DataError(f"{name}, split {split}: it has no rows. Choose another split")
+
+
+def _import_datasets(need: str) -> Any:
+    """Import Hugging Face datasets, an optional package.
+
+    Args:
+        need: what needs the package, the beginning of the error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{need} Hugging Face datasets: {install_command('hub')} ({error})"
+        ) from error
+    return datasets
 
 
 def fetch(
@@ -89,12 +110,7 @@ def fetch(
         ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
         DataError: there is no such data set, subset or split, or the hub cannot be reached.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"data sets of the hub need Hugging Face datasets: {install_command('hub')} ({error})"
-        ) from error
+    datasets = _import_datasets("data sets of the hub need")
     datasets.disable_progress_bars()
     described = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
     part = output.with_name(f"{output.name}.part")

@@ -40,6 +40,7 @@ from nemo_aligner.data.formats import (
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, verdict_keys
 from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.missing import describe_unreadable
 
 ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
 """A section of the settings that has the keys for reading files."""
@@ -363,7 +364,7 @@ def _read_template(path: str | None, key: str) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
+        raise ConfigError(f"{key}: {describe_unreadable(path, error)}") from error
 
 
 def _check_place(template: str | None, key: str) -> None:

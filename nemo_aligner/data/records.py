@@ -347,6 +347,39 @@ def _replace_infinite(values: Mapping[str, float]) -> dict[str, float | None]:
 # Functions that write files of preference data, also from the records of a Python program.
 
 
+def write_parts(folder: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, Path]:
+    """Write the lines of each part, such as ``train``, to its own file of a folder.
+
+    Models may have been trained on the files of earlier parts. Therefore a file with other lines is
+    never replaced, and then no part is written.
+
+    Returns:
+        The file of each part.
+
+    Raises:
+        ConfigError: a file with other lines exists, or one cannot be written; the error names the
+            setting ``output``.
+    """
+    paths = {name: folder / f"{name}.jsonl" for name in parts}
+    for name, path in paths.items():
+        _check_replaces_nothing(path, parts[name])
+    for name, path in paths.items():
+        write_lines(path, parts[name])
+    return paths
+
+
+def _check_replaces_nothing(path: Path, lines: Iterable[str]) -> None:
+    try:
+        is_other = path.exists() and (path.is_dir() or path.read_bytes() != _encode(lines))
+    except OSError as error:
+        raise ConfigError(f"output: {path} cannot be read: {error}") from error
+    if is_other:
+        raise ConfigError(
+            f"output: {path} exists with other records, and is not replaced. Name another folder, "
+            "or remove the file"
+        )
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> str:
     """Write lines in UTF-8 to a file, and make its folder if necessary.
 
@@ -358,7 +391,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
     Raises:
         ConfigError: the file cannot be written; the error names the setting ``output``.
     """
-    text = "".join(f"{line}\n" for line in lines).encode()
+    text = _encode(lines)
     try:
         replaces = path.is_file() and path.read_bytes() != text
         write_whole(path, text)
@@ -368,6 +401,10 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
             "folder"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
+
+
+def _encode(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def write_records(

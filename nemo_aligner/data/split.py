@@ -23,7 +23,13 @@ from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.formats.prompts import count_records
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
+from nemo_aligner.data.records import (
+    Comparison,
+    Rating,
+    Record,
+    prompt_key,
+    write_parts,
+)
 from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -62,8 +68,8 @@ def split_file(source: Path, folder: Path, settings: Split) -> str:
     Malformed records are written to neither file; by default they are an error.
 
     Raises:
-        ConfigError: an attribute has no name, a file would overwrite ``source``, or ``similar``
-            needs a package that is not installed.
+        ConfigError: an attribute has no name, a file would overwrite ``source`` or another file
+            with other lines, or ``similar`` needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
     check_names(settings.reading.attributes)
@@ -84,10 +90,11 @@ def split_file(source: Path, folder: Path, settings: Split) -> str:
     paths = {name: folder / f"{name}.jsonl" for name in sides}
     _check_apart(source, paths.values())
     file_lines = lines_by_origin(file)
+    side_lines = {name: lines_of_records(sides[name], file_lines) for name in sides}
+    write_parts(folder, side_lines)
     for name, records in sides.items():
-        written = write_lines(paths[name], lines_of_records(records, file_lines))
         prompts = len({key for key in keys if (key in heldout_keys) == (name == "heldout")})
-        lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
+        lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {paths[name]}")
     lines += _note_difference(keys, len(sides["heldout"]), settings.heldout)
     lines += _render_length_baseline(sides["train"], sides["heldout"], settings)
     return "\n".join(lines)

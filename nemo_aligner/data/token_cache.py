@@ -37,6 +37,7 @@ from nemo_aligner.data.token_workers import usable_processes
 from nemo_aligner.distributed.collectives import once_per_node
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.missing import describe_unreadable
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
@@ -83,7 +84,7 @@ class FileStat:
         try:
             stat = os.stat(path)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error}") from error
+            raise DataError(describe_unreadable(path, error)) from error
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import Text, as_json, read_text, reply_of
-from nemo_aligner.data.files import BadLine, Line, read_lines
+from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.records import (
     PAIR_COLUMNS,
     RATED_COLUMN,
@@ -289,7 +289,7 @@ def read_predictions(path: Path) -> Predictions:
     Raises:
         DataError: the file cannot be read, or evaluate did not write it.
     """
-    lines = read_lines(path)
+    lines = _read_output(path)
     first = lines[0] if lines else None
     if not isinstance(first, Line) or not _is_rated(first.value):
         return _parse_pairs(path, lines)
@@ -306,7 +306,17 @@ def read_pairs(path: Path) -> Predictions:
     Raises:
         DataError: the file cannot be read, holds rated replies, or evaluate did not write it.
     """
-    return _parse_pairs(path, read_lines(path))
+    return _parse_pairs(path, _read_output(path))
+
+
+def _read_output(path: Path) -> list[AnyLine]:
+    """Read the lines of an ``output_rewards`` file; DataError if it cannot be read."""
+    if path.is_dir():
+        raise DataError(
+            f"{path}: is a folder. Pass a file that `nemo-aligner evaluate` wrote as "
+            "output_rewards, such as rewards.jsonl"
+        )
+    return read_lines(path)
 
 
 def _parse_pairs(path: Path, lines: Sequence[Line | BadLine]) -> Predictions:

@@ -24,7 +24,7 @@ from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import RewardSource
-from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow
+from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow, read_items
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, writable
 
@@ -254,10 +254,9 @@ def _read_items(
     """
     for line in read_lines(path):
         parsed = _parse_line(task, line, path)
-        if parsed is None:
+        if not parsed:
             left_out["without a verdict"] += 1
-            continue
-        for raw_item in (parsed,) if isinstance(parsed, Item) else parsed:
+        for raw_item in parsed:
             item = replace(raw_item, id=writable(raw_item.id), source=writable(raw_item.source))
             try:
                 if encoder is not None:
@@ -274,14 +273,12 @@ def _read_items(
                 yield line.number, item
 
 
-def _parse_line(
-    task: Task, line: Line | BadLine, path: str | Path
-) -> Item | tuple[Item, ...] | None:
+def _parse_line(task: Task, line: Line | BadLine, path: str | Path) -> tuple[Item, ...]:
     location = f"{path}:{line.number}"
     if isinstance(line, BadLine):
         raise DataError(f"{location}: {line.reason}")
     try:
-        return task.read({**task.keys_from_name(Path(path).stem), **line.value})
+        return read_items(task, {**task.keys_from_name(Path(path).stem), **line.value})
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))
         raise DataError(

@@ -7,6 +7,7 @@ this run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +55,8 @@ from nemo_aligner.training.resume import (
 )
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.missing import describe_missing
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,22 @@ def _with_local_data(config: TrainConfig) -> TrainConfig:
     """Replace data sets of the hub by their files, which the first rank of each node downloads."""
     data = config.model.data
     prefix = data.data_prefix
-    parts = (prefix.train, prefix.validation, prefix.test)
-    train, validation, test = once_per_node(lambda: [local_files(part) for part in parts])
+    parts = {"train": prefix.train, "validation": prefix.validation, "test": prefix.test}
+    train, validation, test = once_per_node(lambda: [_find_files(*part) for part in parts.items()])
     prefix = replace(prefix, train=train, validation=validation, test=test)
     return replace(config, model=replace(config.model, data=replace(data, data_prefix=prefix)))
+
+
+def _find_files(part: str, paths: Sequence[str]) -> list[str]:
+    """Return the files of one part of the data, ``train`` for example; see ``local_files``.
+
+    Raises:
+        DataError: one of them is missing, or is a folder; the message names the setting.
+    """
+    files = local_files(paths)
+    for problem in filter(None, map(describe_missing, files)):
+        raise DataError(f"model.data.data_prefix.{part}: {problem}")
+    return files
 
 
 def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelShape:

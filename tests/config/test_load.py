@@ -101,9 +101,42 @@ def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
         "model.data.data_prefix.train=[a": "model.data.data_prefix.train",
         "model.global_batch_size": "got 'model.global_batch_size', wanted section.key=value",
         "=3": "got '=3', wanted section.key=value",
+        "model.data.data_prefix.validation=null": (
+            "validation: got null, wanted a file or a list of files; [] for none"
+        ),
         "model.seed=${model.sed}": "model.seed: Interpolation key 'model.sed' not found",
     }
     assert not_refused(TrainConfig, refusals) == {}
+
+
+def test_mistakes_on_a_command_line_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.nemo", "pairs.jsonl", "run.yaml"):
+        Path(name).touch()
+    cases: list[tuple[type, list[str], str]] = [
+        (ServeConfig, ["a.nemo"], "wanted section.key=value; did you mean rm_model_file=a.nemo?"),
+        (EvaluateConfig, ["pairs.jsonl"], "did you mean data.path=pairs.jsonl?"),
+        (TrainConfig, ["a.nemo"], "did you mean pretrained_checkpoint.restore_from_path=a.nemo?"),
+        (TrainConfig, ["pairs.jsonl"], "did you mean model.data.data_prefix.train=pairs.jsonl?"),
+        (TrainConfig, ["run.yaml"], "did you mean --config run.yaml?"),
+        (
+            TrainConfig,
+            ["model.seed", "=", "3", "model.optim.lr=1", "model.seed", "=4"],
+            "got model.seed = 3, model.seed =4, wanted no spaces around =: model.seed=3",
+        ),
+        (TrainConfig, ["model.seed=", "3"], "got model.seed= 3, wanted no spaces around ="),
+    ]
+    for schema, settings, message in cases:
+        with pytest.raises(SettingsError) as error:
+            load_config(schema, settings)
+        assert len(error.value.problems) == 1, settings
+        assert message in str(error.value)
+    Path("pairs.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    for file, message in (("pairs.jsonl", "not a YAML file of settings"), (".", "is a folder")):
+        with pytest.raises(ConfigError, match=message):
+            load_config(TrainConfig, [], file)
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, ServeCriticConfig])

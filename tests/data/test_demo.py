@@ -11,9 +11,9 @@ import pytest
 
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.demo import build_demo_pairs, write_demo
+from nemo_aligner.data.demo import build_demo_pairs, write_demo, write_step_demo
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.conftest import Run
 from tests.data.files import rows_of
 
@@ -58,6 +58,10 @@ def test_demo_set_of_another_seed_and_size(tmp_path: Path) -> None:
     first, again, other = ((folder / "train.jsonl").read_text() for folder in folders)
     assert first == again != other
     assert len(rows_of(folders[0] / "heldout.jsonl")) == 20
+    for write in (write_demo, write_step_demo):
+        with pytest.raises(ConfigError, match=r"train.jsonl exists with other records"):
+            write(folders[0], 100, 0.2, 5)
+    assert (folders[0] / "train.jsonl").read_text() == first
 
 
 def test_demo_set_of_too_many_pairs_is_refused(tmp_path: Path, run: Run) -> None:

@@ -101,6 +101,9 @@ def test_fetch_without_datasets_says_what_to_install(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.*\[hub\]'"):
         fetch("owner/name", tmp_path / "fetched.jsonl")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"^there is no file nosuch/name; as a name of"):
+        local_files(["nosuch/name"])
 
 
 def test_data_set_becomes_a_file_of_the_cache(

@@ -111,7 +111,7 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     missing = str(tmp_path / "missing.jsonl")
     done = run(VERB, bad, good, "--train", missing, code=1)
     shown = done.stdout.splitlines()
-    assert shown[0].startswith(f"train: {missing}: cannot be read")
+    assert shown[0].startswith(f"train: {missing}: there is no such file")
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
     assert shown[2] == f"file: {good} (chat_pairs)"
     assert done.stderr == ""

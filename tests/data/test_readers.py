@@ -97,7 +97,7 @@ def test_prompt_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     cases.append((both, "a raw text, which has no system turn"))
 
     cases.append(
-        ({"prompt_file": str(tmp_path / "none.txt")}, r"prompt_file: .*none\.txt cannot be")
+        ({"prompt_file": str(tmp_path / "none.txt")}, r"prompt_file: .*none\.txt: there is no such")
     )
     assert_refused(lambda given: wrapping(tmp_path, **given), cases, ConfigError)
 

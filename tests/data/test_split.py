@@ -225,8 +225,9 @@ def test_split_keeps_near_duplicates_together(tmp_path: Path, run: Run) -> None:
     source = write(tmp_path / "pairs.jsonl", *rows)
     for seed in range(6):
         arguments = ("--heldout", "0.4", "--similar", "0.75", "--seed", str(seed))
-        done = run("data split", source, "--output", tmp_path, *arguments)
-        sides = [sum("red house" in row["prompt"] for row in part) for part in parts_of(tmp_path)]
+        folder = tmp_path / str(seed)
+        done = run("data split", source, "--output", folder, *arguments)
+        sides = [sum("red house" in row["prompt"] for row in part) for part in parts_of(folder)]
         assert sorted(sides) == [0, 3]
         assert sum(map(int, re.findall(r"(\d+) prompts", done.stdout))) == 10
 
@@ -253,9 +254,7 @@ def test_split_has_malformed_lines_in_neither_part(tmp_path: Path, run: Run) -> 
     assert sorted(train + heldout) == sorted(lines)
 
 
-def test_split_replaces_other_parts_and_says_so_but_not_its_source(
-    tmp_path: Path, run: Run
-) -> None:
+def test_split_replaces_neither_other_parts_nor_its_source(tmp_path: Path, run: Run) -> None:
     source = tiny.write_pairs(tmp_path / "train.jsonl", 30)
     before = source.read_bytes()
     failed = run("data split", source, "--output", tmp_path, code=1)
@@ -264,7 +263,9 @@ def test_split_replaces_other_parts_and_says_so_but_not_its_source(
     assert not (tmp_path / "heldout.jsonl").exists()
     for _ in range(2):
         assert "in place of" not in split_file(source, tmp_path / "out", Split())
-    again = split_file(source, tmp_path / "out", Split(seed=2))
-    assert again.count("(in place of another)") == 2
+    parts = [path.read_bytes() for path in sorted((tmp_path / "out").iterdir())]
+    with pytest.raises(ConfigError, match=r"^output: .*/train.jsonl exists with .*folder"):
+        split_file(source, tmp_path / "out", Split(seed=2))
+    assert parts == [path.read_bytes() for path in sorted((tmp_path / "out").iterdir())]
     with pytest.raises(ConfigError, match=r"^output: .*train.jsonl "):
         split_file(source, source, Split())

@@ -154,6 +154,8 @@ def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         if message not in error:
             wrong[content] = error
     assert not wrong, wrong
+    error = refusal(DataError, compare_files, tmp_path, tmp_path)
+    assert "is a folder. Pass a file that `nemo-aligner evaluate` wrote as output_rewards" in error
 
 
 def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) -> None:

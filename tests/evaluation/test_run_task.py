@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_aligner.contract.contract import OverlongError
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Conversation, Text, messages_of, reply_of
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
+from nemo_aligner.evaluation.tasks.base import read_items
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
@@ -83,6 +84,29 @@ def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
         if not (f"other.jsonl:1: {key}: " in error and message in error):
             wrong[name, key, str(value)] = error
     assert not wrong, wrong
+
+
+def test_samples_of_every_task_have_the_prompt_columns(tmp_path: Path) -> None:
+    """System prompts, tools and documents are in the prompt, or the column is refused by name."""
+    system = {"role": "system", "content": "Be brief."}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    documents = [{"title": "t", "text": "2+2=4"}]
+    for name in TASKS:
+        task = find_task(name)
+        for key in ("system", "system_prompt"):
+            items = read_items(task, {**task.sample, key: "Be brief."})
+            assert all(messages_of(text)[0] == system for item in items for text in item.texts)
+        for key, value in (("tools", [tool]), ("documents", documents)):
+            if key in task.sample or ("tools" in task.sample and key == "documents"):
+                continue
+            for item in read_items(task, {**task.sample, key: value}):
+                for text in item.texts:
+                    assert isinstance(text, Conversation)
+                    assert getattr(text, key) == value
+        for key in ("system", "documents", "history"):
+            path = write(tmp_path / "other.jsonl", [{**task.sample, key: {"a": 1}}])
+            error = refusal(DataError, run_task, task, path, source_of(by_length))
+            assert f"other.jsonl:1: {key}: got {{'a': 1}}" in error, name
 
 
 def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:

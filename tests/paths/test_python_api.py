@@ -177,6 +177,8 @@ def test_evaluation_has_the_figures_of_the_validation_and_prints_as_the_verb(
     assert f"data          {file}" in str(again)
     with pytest.raises(ConfigError, match=r"^precision: wanted one of .*data, task"):
         trained.model.evaluate(trained.heldout, precision="bf16")
+    with pytest.raises(ConfigError, match=r"^format: .*; did you mean data\.format\?$"):
+        trained.model.evaluate(trained.heldout, format="hh")
     with pytest.raises(DataError, match=r"records\.jsonl:2: got keys 'prompt', 'chosen'"):
         trained.model.evaluate([trained.heldout[0], {"prompt": "a", "chosen": "b"}])
 

@@ -21,7 +21,7 @@ from nemo_aligner.training.dry_run import check_run
 from nemo_aligner.training.loggers import MetricLoggers
 from nemo_aligner.training.run import train
 from nemo_aligner.training.trainer import SupervisedTrainer
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from tests.harness import tiny
 
 
@@ -90,6 +90,16 @@ def test_run_that_may_not_resume_is_rejected_before_its_data_is_read(
     path.write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match="odin was removed in nemo_aligner"):
         check_run(load_config(TrainConfig, settings), processes=1)
+
+
+def test_missing_file_is_named_with_its_setting_and_the_likely_file(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    config = load_config(
+        TrainConfig, [f"model.data.data_prefix.validation={tmp_path / 'trian.jsonl'}"]
+    )
+    message = r"^model\.data\.data_prefix\.validation: .*no such file; did you mean .*/train\.jsonl"
+    with pytest.raises(DataError, match=message):
+        prepare._with_local_data(config)
 
 
 def _stop(trainer: SupervisedTrainer) -> None:

@@ -39,7 +39,6 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import ScoredPosition
-from nemo_aligner.contract.messages import Conversation, with_principle, with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
 from nemo_aligner.data.formats.base import (
     Fields,
@@ -63,8 +62,9 @@ from nemo_aligner.data.formats.pairs import (
 from nemo_aligner.data.formats.prompts import (
     COLUMN_COUNTS,
     advise_prompt_key,
+    every_form,
     prompt_like,
-    with_prompt_columns,
+    with_record_columns,
 )
 from nemo_aligner.data.formats.rankings import (
     HELPSTEER2_PREFERENCE,
@@ -98,7 +98,6 @@ from nemo_aligner.data.records import (
     Origin,
     Rating,
     Record,
-    with_texts,
 )
 from nemo_aligner.utils.dotted import import_dotted, source_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -305,12 +304,12 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         return (
             f". {advise_prompt_key(prompts[0])}; where 'chosen' and 'rejected' are whole texts, "
-            "set --format text_pairs (model.data.format=text_pairs)"
+            f"set {every_form('format', 'text_pairs')}"
         )
     if COMPARISON_TEXT in fitting and COMPARISON_TEXT.matches(line.value):
         return (
             ". If every two lines are a pair, the text of the chosen reply and that of the "
-            "rejected one, set --format comparison_text (model.data.format=comparison_text)"
+            f"rejected one, set {every_form('format', 'comparison_text')}"
         )
     misspelt = _find_misspelt(line.value, fitting)
     if misspelt is not None:
@@ -319,8 +318,8 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     less_common = ", ".join(fmt.name for fmt in fitting if fmt.name not in _COMMON)
     return (
         f"; wanted {common}; or those of {less_common} (docs/formats.md lists their keys). If the "
-        "fields of a pair have other names, set --prompt-key, --chosen-key and --rejected-key "
-        "(model.data.prompt_key and so on in training)"
+        f"prompt of a pair has another name, set {every_form('prompt_key', 'NAME')}; likewise "
+        "chosen_key and rejected_key for its replies"
     )
 
 
@@ -402,49 +401,10 @@ def _parse_records(
         records = []
         for part in parts:
             value.names_read = by_format.copy()
-            record = _add_tools(with_prompt_columns(part, value, columns.names), value)
-            records.append(_add_principle(record, value, columns.names))
+            records.append(with_record_columns(part, value, columns.names))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
     return [replace(record, source=record.source or _find_source(value)) for record in records]
-
-
-def _add_tools(record: Record, value: Fields) -> Record:
-    """Add the ``tools`` and ``documents`` of the fields ``value`` to a record's conversations.
-
-    Raises DataError if the record has ``chat_template_kwargs``, which are not supported.
-    """
-    if isinstance(record.texts[0], str):
-        return record
-    if value.get("chat_template_kwargs"):
-        raise DataError(
-            "chat_template_kwargs of single records are not supported. Set "
-            "model.data.chat_template_kwargs, which applies to all records"
-        )
-    tools, documents = value.get("tools"), dict.get(value, "documents")
-    # Ignore a ``documents`` field that is not a list of objects, as a chat template needs: other
-    # data may have a field of this name.
-    is_list = isinstance(documents, list) and all(isinstance(item, dict) for item in documents)
-    documents = value["documents"] if is_list and "documents" in value else None
-    if not (tools or documents):
-        return record
-    if any(isinstance(text, Conversation) for text in record.texts):
-        raise DataError(
-            "tools: the record has tools or documents, and so has its conversation. Keep one of "
-            "the two"
-        )
-    return with_texts(record, [with_tools(text, tools, documents) for text in record.texts])
-
-
-def _add_principle(record: Record, value: Fields, labels: Sequence[str]) -> Record:
-    """Add the ``principle`` of the fields ``value`` to a record, unless it is one of ``labels``.
-
-    Raises DataError if it is not a string, or the record has raw texts.
-    """
-    if "principle" in labels or "principle" not in value:
-        return record
-    principle = value["principle"]
-    return with_texts(record, [with_principle(text, principle) for text in record.texts])
 
 
 # Matches the end of one JSON object and the beginning of another on the same line.

@@ -11,11 +11,14 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from nemo_aligner.contract.messages import (
+    Conversation,
     Messages,
     Text,
     flatten_message,
     messages_of,
     with_messages,
+    with_principle,
+    with_tools,
 )
 from nemo_aligner.data.formats.base import Fields, read_turns
 from nemo_aligner.data.records import Record, is_blank, with_texts
@@ -23,6 +26,9 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
+# Maps the letters of the names of system columns to the names, for columns such as ``System``.
+_SPELLINGS = {name.replace("_", ""): name for name in _SYSTEM}
+_NOT_LETTERS = re.compile("[^a-z]")
 # Maps each prompt column, such as ``system``, to the key in ``counts`` with the number of lines
 # that have the column.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
@@ -64,8 +70,16 @@ def prompt_like(value: dict[str, Any]) -> list[str]:
 
 def advise_prompt_key(name: str) -> str:
     """Write the advice in errors and reports about a column ``name`` that may be the prompt."""
-    flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
-    return f"If {name!r} is the prompt, set {flag}"
+    return f"If {name!r} is the prompt, set {every_form('prompt_key', name)}"
+
+
+def every_form(name: str, value: str) -> str:
+    """Write a setting of the data as each verb takes it; a reader does not know its verb."""
+    flag = f"--{name.replace('_', '-')} {value}"
+    return (
+        f"{flag} (data inspect, data split), model.data.{name}={value} (train) or "
+        f"data.{name}={value} (evaluate)"
+    )
 
 
 def _has_text(cell: object) -> bool:
@@ -79,15 +93,70 @@ def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) 
     samples are raw texts, if the format has already read it, or if it is one of the ``labels``.
 
     Raises:
-        DataError: a column has another type, or a conversation has another system prompt.
+        DataError: a system column has another type or a misspelt name, or a conversation has
+            another system prompt.
     """
     if isinstance(record.texts[0], str):
         return record
+    _check_spelling(fields, labels)
     record = _add_turns(record, fields, _HISTORY, _read_history(fields, labels), _add_history)
     for name in _SYSTEM:
         turns = _read_system(fields, name, labels)
         record = _add_turns(record, fields, name, turns, _add_system)
     return record
+
+
+def with_record_columns(record: Record, fields: Fields, labels: Container[str]) -> Record:
+    """Add to a record's samples all columns that the formats share.
+
+    These are ``history``, ``system``, ``tools``, ``documents`` and ``principle``, unless they are
+    ``labels``.
+
+    Raises:
+        DataError: a column cannot be added.
+    """
+    record = _add_tools(with_prompt_columns(record, fields, labels), fields)
+    return _add_principle(record, fields, labels)
+
+
+def _add_tools(record: Record, value: Fields) -> Record:
+    """Add the ``tools`` and ``documents`` of the fields ``value`` to a record's conversations.
+
+    Raises DataError if the record has ``chat_template_kwargs``, which are not supported.
+    """
+    if isinstance(record.texts[0], str):
+        return record
+    if value.get("chat_template_kwargs"):
+        raise DataError(
+            "chat_template_kwargs of single records are not supported. Set "
+            "model.data.chat_template_kwargs, which applies to all records"
+        )
+    # A format that has tools of its own, such as fc-reward-bench, has added them already.
+    tools = None if "tools" in value.names_read else value.get("tools")
+    documents = dict.get(value, "documents")
+    # Ignore a ``documents`` field that is not a list of objects, as a chat template needs: other
+    # data may have a field of this name.
+    is_list = isinstance(documents, list) and all(isinstance(item, dict) for item in documents)
+    documents = value["documents"] if is_list and "documents" in value else None
+    if not (tools or documents):
+        return record
+    if any(isinstance(text, Conversation) for text in record.texts):
+        raise DataError(
+            "tools: the record has tools or documents, and so has its conversation. Keep one of "
+            "the two"
+        )
+    return with_texts(record, [with_tools(text, tools, documents) for text in record.texts])
+
+
+def _add_principle(record: Record, value: Fields, labels: Container[str]) -> Record:
+    """Add the ``principle`` of the fields ``value`` to a record, unless it is one of ``labels``.
+
+    Raises DataError if it is not a string, or the record has raw texts.
+    """
+    if "principle" in labels or "principle" not in value:
+        return record
+    principle = value["principle"]
+    return with_texts(record, [with_principle(text, principle) for text in record.texts])
 
 
 def _add_turns(
@@ -140,11 +209,31 @@ def _read_history(fields: Fields, labels: Container[str]) -> Messages:
 
 
 def _read_system(fields: Fields, name: str, labels: Container[str]) -> Messages:
-    prompt = dict.get(fields, name)
-    if not _is_available(fields, name, labels) or not isinstance(prompt, str):
+    if not _is_available(fields, name, labels):
         return []
-    fields[name]  # reading the field marks the column as read, even if it is empty
+    prompt = fields[name]  # this marks the column as read, even if it is empty
+    if prompt is None or prompt in ([], {}):
+        return []
+    if not isinstance(prompt, str):
+        raise DataError(f"{name}: got {shown(prompt)}, wanted a string, the system prompt")
     return [] if is_blank(prompt) else read_turns([{"role": "system", "content": prompt}], name)
+
+
+def _check_spelling(fields: Fields, labels: Container[str]) -> None:
+    """Check that no unread column has a name like ``System``, which would not be read.
+
+    Raises:
+        DataError: there is such a column, and it has a text.
+    """
+    for name in fields:
+        spelling = _SPELLINGS.get(_NOT_LETTERS.sub("", name.lower()))
+        if spelling in (None, name) or not _is_available(fields, name, labels):
+            continue
+        if _has_text(dict.get(fields, name)):
+            raise DataError(
+                f"{name}: no column of this name is read. If it is the system prompt, rename the "
+                f"column to {spelling!r}; otherwise rename or remove it"
+            )
 
 
 def _add_history(messages: Messages, turns: Messages) -> Messages:

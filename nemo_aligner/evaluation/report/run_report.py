@@ -30,6 +30,7 @@ from nemo_aligner.evaluation.tasks.base import Level, TaskRow
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.missing import describe_unreadable
 
 _EXPECTED = (
     "wanted the folder of a training run, or a file that evaluate's output or output_rewards wrote"
@@ -175,7 +176,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the file cannot be read: {error}") from error
+        raise DataError(describe_unreadable(path, error)) from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
@@ -185,7 +186,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: the file cannot be read: {error}") from error
+        raise DataError(describe_unreadable(path, error)) from error
 
 
 def number_equal_names(reports: Sequence[RunReport]) -> list[RunReport]:

@@ -7,17 +7,19 @@ as the figures of its table. ``run_task`` runs these three parts in this order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.data.formats.base import read_conversation
+from nemo_aligner.data.formats.base import Fields, read_conversation
+from nemo_aligner.data.formats.prompts import with_record_columns
+from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.metrics.ranking import wilson_interval
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, shown
 
 
 class Level(str, Enum):
@@ -78,6 +80,42 @@ class Task:
     keys_from_name: Callable[[str], dict[str, Any]] = lambda stem: {}
     reads_steps: bool = False
     choose: Callable[[Sequence[Item], Sequence[np.ndarray]], tuple[float, float]] | None = None
+
+
+# Columns that every benchmark reads next to its own keys. Whatever its benchmark, a record's
+# samples must have the whole prompt.
+_PROMPT_COLUMNS = ("system", "system_prompt", "history", "tools", "documents", "principle")
+
+
+def read_items(task: Task, value: dict[str, Any]) -> tuple[Item, ...]:
+    """Read the items of a record, and add its system prompt, tools and so on to their samples.
+
+    Args:
+        value: object of the benchmark's file.
+
+    Returns:
+        The items; none for a record without a verdict.
+
+    Raises:
+        DataError, KeyError: the record is not one of this benchmark, or has a prompt column that
+            cannot be added to its samples.
+    """
+    fields = Fields(value)
+    read = task.read(fields) or ()
+    by_task = fields.names_read.copy()
+    items = []
+    for item in (read,) if isinstance(read, Item) else read:
+        fields.names_read = by_task.copy()
+        ranking = Comparison(item.texts, tuple(range(len(item.texts))), Origin("", 0))
+        record = with_record_columns(ranking, fields, labels=())
+        items.append(replace(item, texts=tuple(record.texts)))
+    ignored = [name for name in fields.unread() if name in _PROMPT_COLUMNS]
+    if items and ignored:
+        raise DataError(
+            f"{ignored[0]}: got {shown(fields[ignored[0]])}, which cannot be added to the prompt. "
+            "Correct it (docs/formats.md says what it may be), or remove the column"
+        )
+    return tuple(items)
 
 
 def build_conversation(prompt: Any, reply: Any, key: str) -> Text:

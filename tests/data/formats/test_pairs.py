@@ -72,7 +72,9 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
     names = ["question", "problem", "post", "Prompt", "history", "conversation", "user", "input"]
     names += ["system", "system_prompt", "userQuery", "Math Problem", "dialogue", "context 1"]
     for key in names:
-        with pytest.raises(DataError, match=f"--prompt-key {key} .model.data.prompt_key={key}"):
+        with pytest.raises(
+            DataError, match=rf"--prompt-key {key} \(data inspect.* data\.prompt_key={key} "
+        ):
             read(tmp_path, {key: "why", **record})
         assert read(tmp_path, {key: None, **record}).format == "text_pairs"
         assert read(tmp_path, {key: "why", **record}, format="text_pairs").counts["kept"] == 1
@@ -91,7 +93,7 @@ def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path
     ]
     for other in others:
         rows = [{"text": text, **other} for text in ("a", "b")]
-        with pytest.raises(DataError, match=r":1: .*--format comparison_text \(model.data.format="):
+        with pytest.raises(DataError, match=r":1: .*--format comparison_text .*model.data.format="):
             read(tmp_path, *rows)
         assert read(tmp_path, *rows, format="comparison_text").counts["kept"] == 1
     # Such lines may have a source, and the labels that the objective reads.
@@ -249,14 +251,12 @@ def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
     with pytest.raises(DataError, match=r":1: .*got a record of chat_pairs.*wanted hh"):
         read(tmp_path, PAIR, format="hh")
-    with pytest.raises(
-        ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto, one of"
-    ):
+    with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto, "):
         read(tmp_path, PAIR, format="rated_chat")
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"missing\.jsonl: there is no such file"):
         read_records(tmp_path / "missing.jsonl", ReaderConfig(RecordKind.comparison))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):

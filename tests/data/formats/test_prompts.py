@@ -91,6 +91,10 @@ def test_prompt_columns_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ({**PAIR, "history": [{"from": "x"}]}, r":1: history: messages\[0\]: got an object with"),
         ({**PAIR, "prompt": [SYSTEM, WHY], "system": "Rhyme."}, r":1: system: got 'Rhyme.' next"),
         ({**ALPACA, "input": 3}, r":1: input: got 3, wanted a string"),
+        ({**PAIR, "system": ["Rhyme."]}, r":1: system: got \['Rhyme.'\], wanted a string"),
+        ({**PAIR, "system_prompt": 3}, r":1: system_prompt: got 3, wanted a string"),
+        ({**PAIR, "System": "Rhyme."}, r":1: System: no column .* to 'system'"),
+        ({**PAIR, "systemPrompt": "Rhyme."}, r":1: systemPrompt: .* to 'system_prompt'"),
     ]
     assert_refused(lambda record: read(tmp_path, record), cases, DataError)
 
