@@ -163,8 +163,7 @@ def run_score(options: argparse.Namespace) -> int:
             is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
             names = client.contract().attributes if is_named else ()
         except ServingError as error:
-            # The message names the client's argument wait_s; users know it as the flag --wait.
-            raise ServingError(str(error).replace("wait_s", "--wait")) from error
+            raise ServingError(_name_flags(str(error), options.token_variable)) from error
         finally:
             waiting.cancel()
     if names:
@@ -175,6 +174,16 @@ def run_score(options: argparse.Namespace) -> int:
             rewards, label = f"{'rejected':>10}", f"{label}: {scored.errors[row]}"
         print(rewards, "", label, sep="  ")
     return 1 if scored.errors else 0
+
+
+def _name_flags(message: str, token_variable: str | None) -> str:
+    """Rewrite an error of the client, which names its arguments, for users of the flags."""
+    from nemo_aligner.serving.failures import NOT_SENT, WRONG_TOKEN
+
+    not_sent = f"{NOT_SENT}: pass --token-variable NAME"
+    wrong_token = f"the token in {token_variable} is not the server's"
+    message = message.replace(NOT_SENT, not_sent).replace(WRONG_TOKEN, wrong_token)
+    return message.replace("wait_s", "--wait")
 
 
 def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
