@@ -66,7 +66,7 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
         ("server.token", r"server\.token_variable"),
         ("--token", "--token-variable"),
     ):
-        with pytest.raises(ConfigError, match=f"{named}: environment variable UNSET is not set: export it"):
+        with pytest.raises(ConfigError, match=f"{named}: environment variable UNSET is not set"):
             find_token(None, "UNSET", key)
     with pytest.raises(ConfigError, match=r"key_file: \S+: No such file[^/]*$"):
         find_token(str(tmp_path / "none"), None, "key")
