@@ -196,8 +196,9 @@ def _list_steps(steps: StepRewards, sample: Any) -> Iterator[str]:
     from nemo_aligner.data.texts import label_of
 
     for number, (rewards, span) in enumerate(zip(steps.rewards, steps.spans, strict=True), 1):
-        is_raw = span.message is None
-        text = sample if is_raw else flatten_message(messages_of(sample)[span.message])
+        text = sample
+        if span.message is not None:
+            text = flatten_message(messages_of(sample)[span.message])
         step = label_of(text[span.start : span.end])
         yield f"{_show_rewards(rewards)}      step {number}: {step}"
 
