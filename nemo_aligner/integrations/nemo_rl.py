@@ -23,6 +23,7 @@ from nemo_aligner.contract.messages import (
     Text,
     prompt_of,
     with_messages,
+    with_principle,
     with_tools,
 )
 from nemo_aligner.contract.readout import one_reward, reward_weights, weighted_components
@@ -43,6 +44,7 @@ PROCESSOR_NAME = "nemo_aligner_messages"
 MESSAGES_KEY = "messages"
 # Key in extra_env_info whose value is the tools of the conversation.
 TOOLS_KEY = "tools"
+PRINCIPLE_KEY = "principle"
 # Keys of a message that are scored; NeMo RL adds others.
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
@@ -261,8 +263,9 @@ def messages_processor(
     """Prepare a datum for NeMo RL, and keep its conversation for the reward model.
 
     The datum has the conversation as ``messages``; a reply at the end is dropped. It may have
-    ``tools``: a list, or a list as a JSON string. The policy gets the prompt in the policy's chat
-    template; the environment gets the messages in ``extra_env_info``. A prompt of more than
+    ``tools``, a list, or a list as a JSON string; and ``principle``, by which the reply is
+    rewarded. The policy gets the prompt in the policy's chat template, without the principle; the
+    environment gets messages and principle in ``extra_env_info``. A prompt of more than
     ``max_seq_length`` tokens is cut to a few tokens, and excluded from the loss.
     """
     messages = [_select_keys(turn) for turn in datum_dict["messages"]]
@@ -276,6 +279,7 @@ def messages_processor(
         messages[-1]["content"] = task_data_spec.prompt.format(messages[-1]["content"])
     conversation = with_tools(messages, datum_dict.get(TOOLS_KEY))
     tools = {TOOLS_KEY: conversation.tools} if isinstance(conversation, Conversation) else {}
+    principle = {key: datum_dict[key] for key in (PRINCIPLE_KEY,) if datum_dict.get(key)}
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **tools
     )
@@ -285,7 +289,7 @@ def messages_processor(
     datum = {
         "message_log": [{"role": "user", "content": text, "token_ids": policy_ids}],
         "length": length,
-        "extra_env_info": {MESSAGES_KEY: messages, **tools},
+        "extra_env_info": {MESSAGES_KEY: messages, **tools, **principle},
         "loss_multiplier": 0.0 if is_long else 1.0,
         "idx": idx,
     }
@@ -342,7 +346,7 @@ def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     """Build the conversation to score from a sample's message log and ``extra_env_info``.
 
     If ``info`` has the original messages, they are the prompt, and only the reply comes from the
-    log. Else the whole log is the conversation.
+    log. Else the whole log is the conversation. A ``principle`` of ``info`` is that of the sample.
     """
     turns = [_select_keys(turn) for turn in log]
     if not turns:
@@ -357,7 +361,8 @@ def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
         )
     messages = turns if prompt is None else [*prompt, turns[-1]]
     tools = extra.get(TOOLS_KEY)
-    return Conversation(messages, tools) if tools else messages
+    conversation = Conversation(messages, tools) if tools else messages
+    return with_principle(conversation, extra.get(PRINCIPLE_KEY))
 
 
 def _replace_reply(sample: Text) -> Text:

@@ -105,6 +105,10 @@ def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
     log = said("<|im_start|>user\na<|im_end|>", "b")
     RewardModelEnvironment({}, sums).step([log], [{"messages": bare}])
     assert sums.asked == [[*bare, {"role": "assistant", "content": "b"}]]
+    info = {"messages": bare, "principle": "be brief"}
+    RewardModelEnvironment({}, sums).step([log], [info])
+    asked = Conversation([*bare, {"role": "assistant", "content": "b"}], principle="be brief")
+    assert sums.asked[-1] == asked
 
 
 def test_tools_and_calls_of_a_log_are_scored_with_it() -> None:
@@ -304,6 +308,8 @@ def test_the_processor_gives_the_policy_its_template_and_the_environment_the_mes
     tools = [{"type": "function", "function": {"name": "f"}}]
     made = nemo_rl.messages_processor({**datum, "tools": json.dumps(tools)}, spec, tokenizer, 64, 3)
     assert made["extra_env_info"] == {"messages": bare, "tools": tools}
+    made = nemo_rl.messages_processor({**datum, "principle": "be brief"}, spec, tokenizer, 64, 3)
+    assert made["extra_env_info"] == {"messages": bare, "principle": "be brief"}
 
 
 def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:

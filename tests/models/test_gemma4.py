@@ -28,7 +28,7 @@ from tests.checkpoint.hf.exporting import edit_tensors
 from tests.checkpoint.refusals import refusals
 from tests.harness import families
 from tests.models import layouts
-from tests.models.test_linear_attention import sequences_with
+from tests.models.test_latent_attention import sequences_with
 
 every_case = pytest.mark.parametrize("case", ["gemma4", "gemma4_small"])
 

@@ -58,9 +58,10 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
     for name in names:
         got = found["families"][name][case]
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
-        for when in ("before", "after"):
+        # Gemma 4's scores, which are not scaled, enlarge differences of the weights.
+        for when, near in (("before", 1e-5), ("after", 2e-5)):
             size = max(map(abs, wanted[when]))
-            assert got[when] == pytest.approx(wanted[when], abs=1e-5 * size), (name, when)
+            assert got[when] == pytest.approx(wanted[when], abs=near * size), (name, when)
         saved = layouts.saved_weights(model, folder / name / case)
         assert saved.keys() == weights.keys()
         for key, tensor in saved.items():

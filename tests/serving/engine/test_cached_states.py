@@ -93,8 +93,8 @@ def test_rewards_from_cached_states_are_those_alone_at_any_layout(archive: Path)
 
 @pytest.mark.parametrize(
     ("case", "unit"),
-    [("qwen3_5", 64), ("qwen3_next", 64)]
-    + [(case, 16) for case in ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")],
+    [(case, 64) for case in ("qwen3_5", "qwen3_next", "nemotron_h")]
+    + [(case, 16) for case in ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gemma4")],
 )
 def test_turn_of_a_dialogue_costs_its_own_tokens_and_less_than_a_unit(
     case: str, unit: int, layout: ParallelLayout, tmp_path: Path
