@@ -191,7 +191,12 @@ def _open_trained_model(config: TrainConfig) -> RewardModel:
 
     With these settings the model computes rewards exactly as the run's validations did.
     """
-    model, folder = config.model, Path(config.exp_manager.explicit_log_dir)
+    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+
+    model = config.model
+    path = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME / MODEL_NAME
+    contract = read_text_rules(path)[1]
+    longest = 0 if contract is None else contract.seq_length
     settings = {
         "model.tensor_model_parallel_size": model.tensor_model_parallel_size,
         "model.pipeline_model_parallel_size": model.pipeline_model_parallel_size,
@@ -203,6 +208,6 @@ def _open_trained_model(config: TrainConfig) -> RewardModel:
         "model.batch_invariant_rows": model.batch_invariant_rows,
         "model.cuda_graphs": model.cuda_graphs,
         "model.pointwise_kernels": model.pointwise_kernels and model.pointwise_kernels.value,
-        "model.micro_batch_tokens": max(model.micro_batch_tokens, model.data.seq_length),
+        "model.micro_batch_tokens": max(model.micro_batch_tokens, longest),
     }
-    return RewardModel({"rm_model_file": folder / CHECKPOINTS_NAME / MODEL_NAME, **settings})
+    return RewardModel({"rm_model_file": path, **settings})

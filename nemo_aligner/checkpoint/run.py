@@ -398,20 +398,31 @@ def same_validation(one: RunState, other: RunState) -> bool:
     return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 
 
-def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
+def check_same_run(
+    saved: Saved,
+    fingerprint: Mapping[str, Any],
+    contract_changes: Mapping[str, tuple[str, str]] | None = None,
+) -> None:
     """Raise CheckpointError if a run would resume with another model or other data.
 
-    ``fingerprint`` has the settings of this run that decide model and data, including the order of
-    the data. They must be equal to those in the state of ``saved``.
+    Args:
+        fingerprint: the settings of this run that decide model and data, including the order of the
+            data. They must be equal to those in the state of ``saved``.
+        contract_changes: the settings in which the two scoring contracts differ, with the value of
+            the checkpoint and that of this run, as texts.
 
     Raises:
         CheckpointError: something differs; the message lists every difference, with both values.
     """
     previous = saved.state.fingerprint
-    differences = [
-        f"{key}: the checkpoint has {previous.get(key)!r}, this run {fingerprint.get(key)!r}"
+    changes = {
+        key: (repr(previous.get(key)), repr(fingerprint.get(key)))
         for key in dict.fromkeys([*previous, *fingerprint])
         if _as_json(previous.get(key)) != _as_json(fingerprint.get(key))
+    }
+    differences = [
+        f"{key}: the checkpoint has {first}, this run {second}"
+        for key, (first, second) in {**changes, **(contract_changes or {})}.items()
     ]
     if differences:
         raise CheckpointError(

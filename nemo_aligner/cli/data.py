@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
-from nemo_aligner.config.model import DataConfig, ScoredPosition
+from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, DataConfig, ScoredPosition
 from nemo_aligner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def inspect_parser() -> Parser:
         parser.add_argument(flag, metavar=value, help=f"as model.data.{setting}")
     parser.add_argument("--template", metavar="NAME", help="as model.data.template")
     parser.add_argument(
-        "--seq-length", type=positive, default=DataConfig().seq_length, metavar="N",
+        "--seq-length", type=positive, default=DEFAULT_SEQ_LENGTH, metavar="N",
         help="as model.data.seq_length (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

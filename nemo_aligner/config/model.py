@@ -69,6 +69,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
+DEFAULT_SEQ_LENGTH = 1024
+"""Value of ``seq_length`` if neither the settings nor the model to start from has one."""
+
 # Value of ``format`` for data of TRL's RewardTrainer, which appends EOS to raw texts.
 TRL_FORMAT = "trl"
 
@@ -77,9 +80,10 @@ TRL_FORMAT = "trl"
 class DataConfig:
     """Data files, and the rules by which samples become token ids (see ``ScoringContract``).
 
-    A null ``template``, ``chat_template_kwargs``, ``add_bos``, ``add_eos`` or
-    ``principle_template`` takes the value of the reward model that training starts from. If
-    training starts from a base model, the value of the tokenizer is taken, which has no
+    A null ``template``, ``chat_template_kwargs``, ``add_bos``, ``add_eos``, ``seq_length``,
+    ``overlong`` or ``principle_template`` takes the value of the reward model that training starts
+    from. If training starts from a base model, the first four take the value of the tokenizer,
+    ``seq_length`` is ``DEFAULT_SEQ_LENGTH``, ``overlong`` is ``drop``, and there is no
     ``principle_template``. Exception: with ``format: trl`` a null ``add_eos`` is true.
     """
 
@@ -99,8 +103,12 @@ class DataConfig:
     input_template: str | None = setting(
         None, "score raw text: this string with the prompt as {}, then the reply"
     )
-    seq_length: int = setting(1024, "maximum number of tokens of a sample")
-    overlong: Overlong = setting(Overlong.drop, "what to do with a longer sample")
+    seq_length: int | None = setting(
+        None, "maximum tokens of a sample; null: of the initial reward model, else 1024"
+    )
+    overlong: Overlong | None = setting(
+        None, "longer samples; null: as the initial reward model does, else drop"
+    )
     template: str | None = setting(
         None, "chat template: tokenizer, chatml, llama3, plain, zephyr, or a file"
     )

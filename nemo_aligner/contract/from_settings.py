@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
-from nemo_aligner.config.model import TRL_FORMAT, DataConfig, ModelConfig, ScoredPosition
+from nemo_aligner.config.common import Aggregate, Overlong, Precision, RewardModelType, as_yaml
+from nemo_aligner.config.model import (
+    DEFAULT_SEQ_LENGTH,
+    TRL_FORMAT,
+    DataConfig,
+    ModelConfig,
+    ScoredPosition,
+)
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.principles import PRINCIPLE_KEY, resolve_principle_template
@@ -53,15 +59,15 @@ def build_contract(
     eos = eos or data.format == TRL_FORMAT
     template = _choose_template(data, tokenizer, start, previous)
     kwargs, reads = _choose_template_kwargs(data, template, start), config.head.reads
-    is_mean = reads is ScoredPosition.reply_mean
+    is_mean, limits = reads is ScoredPosition.reply_mean, choose_limits(data, start)
     contract = ScoringContract(
         template=template,
         add_bos=_resolve_flag(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
         add_eos=_resolve_flag(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
-        overlong=data.overlong.value,
-        seq_length=data.seq_length,
+        overlong=limits.overlong.value,
+        seq_length=limits.seq_length,
         attributes=attributes,
         attribute_weights=tuple(weights.get(name, 0.0 if weights else 1.0) for name in attributes),
         label_means=(0.0,) * len(attributes),
@@ -83,6 +89,20 @@ def build_contract(
             "template. Set model.data.template, or omit them"
         )
     return _check_principle(contract, tokenizer)
+
+
+class Limits(NamedTuple):
+    """The maximum number of tokens of a sample, and the rule for longer samples."""
+
+    seq_length: int
+    overlong: Overlong
+
+
+def choose_limits(data: DataConfig, start: ScoringContract | None) -> Limits:
+    """Return the limits in the settings; a null one is that of ``start`` or has its default."""
+    length = DEFAULT_SEQ_LENGTH if start is None else start.seq_length
+    rule = Overlong.drop if start is None else Overlong(start.overlong)
+    return Limits(data.seq_length or length, data.overlong or rule)
 
 
 def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContract:
@@ -234,6 +254,9 @@ _SETTINGS = {
     "reward_model_type": "model.reward_model_type",
     "principle_template": PRINCIPLE_KEY,
 }
+# Fields with long values. If their settings are null, they take the value of the reward model that
+# training starts from.
+_TAKEN_IF_NULL = ("template", "chat_template_kwargs", "step_separator", "principle_template")
 _SHOWN_CHARACTERS = 40
 # Fields that describe the head. The first tuple has those that come from the settings, the second
 # all that a new head resets.
@@ -288,7 +311,7 @@ def continue_contract(
         "allow_contract_change": not other_differences or allow_change,
     }
     if not all(is_allowed.values()):
-        description = describe_differences({**head_differences, **other_differences})
+        rejected = {**head_differences, **other_differences}
         switches = [
             f"pretrained_checkpoint.{name}=true" for name in is_allowed if not is_allowed[name]
         ]
@@ -296,11 +319,35 @@ def continue_contract(
         hint = _KEEP_HEAD_HINT if can_keep_head else ""
         raise ConfigError(
             f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
-            f"these settings ({contract.hash[:12]}): {description}"
-            f". Give these settings the values of that model, or set {' and '.join(switches)} to "
+            f"these settings ({contract.hash[:12]}): {describe_differences(rejected)}"
+            f". {_advise_settings(rejected, start)} {' and '.join(switches)} to "
             f"train another model{hint}"
         )
     return contract
+
+
+def _advise_settings(rejected: Mapping[str, tuple[Any, Any]], start: ScoringContract) -> str:
+    """Write which settings give a run the contract of ``start``, and begin the next advice.
+
+    Args:
+        rejected: the fields of the contract that differ.
+    """
+    needed = [name for name in rejected if name in _SETTINGS]
+    if start.reward_model_type == RewardModelType.binary_ranking.value:
+        needed = [name for name in needed if name != "attributes"]  # pairs have no attributes
+    assignments = []
+    for name in needed:
+        value = getattr(start, name)
+        if name in _TAKEN_IF_NULL:
+            value = None
+        elif name == "attributes":
+            value = f"[{','.join(value)}]"
+        elif name == "aggregate":
+            value = value or Aggregate.last.value
+        assignments.append(f"{_SETTINGS[name]}={as_yaml(value)}")
+    if not assignments:
+        return "Set"
+    return f"To keep the contract of that model, set {' '.join(assignments)}. Or set"
 
 
 def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
@@ -314,8 +361,9 @@ def check_expected(contract: ScoringContract, expected: str | None, key: str) ->
     """
     if expected is not None and expected != contract.hash:
         raise ConfigError(
-            f"{key}: got a reward model with the scoring contract {contract.hash}, "
-            f"wanted {expected}"
+            f"{key}: got a reward model with the scoring contract {contract.hash}, wanted "
+            f"{expected}. Choose the model that has this contract; or, if rewards of the other one "
+            f"are what you need, set {key}={contract.hash}"
         )
 
 
@@ -325,9 +373,15 @@ def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
     A long value is cut to the characters around the first difference.
     """
     return "; ".join(
-        f"{_SETTINGS.get(name, name)}: {' -> '.join(_show_difference(*values))}"
-        for name, values in differences.items()
+        f"{name}: {' -> '.join(texts)}" for name, texts in show_differences(differences).items()
     )
+
+
+def show_differences(differences: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[str, str]]:
+    """Format differences as a mapping from a setting to its two values, which may be shortened."""
+    return {
+        _SETTINGS.get(name, name): _show_difference(*values) for name, values in differences.items()
+    }
 
 
 def _show_difference(first: Any, second: Any) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from nemo_aligner.cpu.products import keep_freed_memory, return_freed_memory
 from nemo_aligner.distributed.layout import destroy_layout
 from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
-from nemo_aligner.utils.processes import Process, find_process, settle
+from nemo_aligner.utils.processes import Process, describe_error, find_process, settle
 
 # Joining the process group that the launcher's environment variables describe.
 
@@ -232,7 +232,7 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
         LostRankError: another rank has died without an error, which made this rank fail.
         BaseException: ``error`` itself, if this rank failed first.
     """
-    text = f"{type(error).__name__}: {error}"
+    text = describe_error(error)
     try:
         store.set_timeout(_STORE_WAIT)
         store.set(f"{_COUNT}/{process.rank}", text)

@@ -239,7 +239,7 @@ def render_compared(compared: PairedComparison, names: Sequence[str], show: int)
     lines += [_render_row(row, width) for row in compared.rows]
     flips = compared.flips[:show]
     if flips:
-        lines += ["", f"{len(compared.flips)} verdicts differ; the first {len(flips)}:"]
+        lines += ["", _head_flips(len(compared.flips), len(flips))]
     for flip in flips:
         source = flip.first.item.source
         margins = f"margin of A {flip.first.margin:+.3f}, of B {flip.second.margin:+.3f}"
@@ -247,6 +247,13 @@ def render_compared(compared: PairedComparison, names: Sequence[str], show: int)
         sides = zip(PAIR_COLUMNS, flip.first.sides, strict=True)
         lines += [f"  {name}: {_shorten_reply(samples)}" for name, samples in sides]
     return "\n".join(lines)
+
+
+def _head_flips(total: int, num_shown: int) -> str:
+    heading = "1 verdict differs" if total == 1 else f"{total} verdicts differ"
+    if total > num_shown:
+        heading += f"; the first {num_shown}" if num_shown > 1 else "; the first one"
+    return f"{heading}:"
 
 
 def _render_row(row: ComparedRow, width: int) -> str:

@@ -40,6 +40,7 @@ from nemo_aligner.data.clean import (
     list_malformed,
 )
 from nemo_aligner.data.dataset import as_records, label_columns
+from nemo_aligner.data.formats.base import OtherKindError
 from nemo_aligner.data.formats.prompts import count_records
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import (
@@ -382,7 +383,10 @@ def evaluate_file(
         kind=reader.kind if source.takes_ratings else RecordKind.comparison,
         attributes=source.attributes if source.takes_ratings else (),
     )
-    file = read_records(path, reader)
+    try:
+        file = read_records(path, reader)
+    except OtherKindError as error:
+        raise _wrong_kind(error, source) from error
     if swapped:
         swapped_records = [
             record.swapped() for record in file.records if isinstance(record, Comparison)
@@ -402,6 +406,26 @@ def evaluate_file(
     return replace(result, counts=file.counts, malformed=file.malformed)
 
 
+def _wrong_kind(error: OtherKindError, source: RewardSource) -> DataError:
+    """Build the error about a file of ratings where only pairs can be evaluated."""
+    if source.takes_ratings:
+        return DataError(
+            f"{error.summary}, but swapped and robustness_pairs need pairs. "
+            "Leave them out, or pass a file of pairs."
+        )
+    needed = "model.reward_model_type=regression"
+    model = "this model was trained on pairs, and predicts no labels"
+    if error.reads is not None:
+        needed += f" and model.head.reads={error.reads}"
+        if not source.has_steps:
+            model = "this model gives one reward for each sample, and the labels are of steps"
+            model = model.replace("steps", "turns") if error.reads == "turns" else model
+    return DataError(
+        f"{error.summary}, but {model}. Pass a file of pairs, or a model that was trained with "
+        f"{needed}."
+    )
+
+
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
     """Check that records with labels of steps are not given to a model that scores none.
 
@@ -412,8 +436,9 @@ def _check_steps(file: RecordFile, source: RewardSource) -> None:
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and not source.has_steps:
         raise DataError(
-            f"{file.path}: its records have labels of turns or steps, but this source has one "
-            "reward for each sample. Evaluate a model that scores turns or steps (rm_model_file)."
+            f"{file.path}: its records have labels of turns or steps, but this model gives one "
+            "reward for each sample. Evaluate a model that was trained with model.head.reads=turns "
+            "or step_ends."
         )
     if file.kind is RecordKind.rating and source.aggregate is not None:
         raise ConfigError(

@@ -315,6 +315,13 @@ def _parse_pairs(path: Path, lines: Sequence[Line | BadLine]) -> Predictions:
             f"{path}: the file is empty. Pass a file that `nemo-aligner evaluate` wrote as "
             "output_rewards."
         )
+    for line in lines:
+        if isinstance(line, Line) and _is_rated(line.value):
+            raise DataError(
+                f"{path}:{line.number}: got a rated reply, which has no verdict to compare. Write "
+                "both files by evaluating the two models on pairs or on a benchmark; or draw the "
+                "two evaluations of ratings into one page with `nemo-aligner report`"
+            )
     return Predictions(list(_parse_rows(path, lines, _parse_pair)))
 
 
@@ -342,10 +349,6 @@ def _is_rated(value: Mapping[str, Any]) -> bool:
 
 def _parse_pair(value: Mapping[str, Any]) -> Prediction:
     names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
-    if _is_rated(value):
-        raise DataError(
-            "got a rated reply, which has no verdict to compare; wanted a pair or a benchmark item"
-        )
     right, wrong = (_get_numbers(value, "rewards", name) for name in names)
     if not right.size or not wrong.size:
         raise DataError("the item has no right reply or no wrong one; wanted at least one of each")

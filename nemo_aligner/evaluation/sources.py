@@ -30,7 +30,7 @@ from nemo_aligner.contract.scorer import SampleEncoder, ScoredRows, Scorer
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
-from nemo_aligner.serving.client.pool import NoKServeError
+from nemo_aligner.serving.client.pool import NoKServeError, NoServerError
 from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
@@ -340,4 +340,8 @@ def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
         raise ServingError(
             f"server: {error}. If it is a vLLM server, set server={name}/classify. If it is a "
             f"remote reward model of OpenRLHF, set server={name}/get_reward."
+        ) from error
+    except NoServerError as error:
+        raise ServingError(
+            f"server: {error.trouble}. Start the server, or correct the address in server={name}."
         ) from error

@@ -14,7 +14,7 @@ from math import gcd
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
-from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
+from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.planning.cost import Plan, even_packs
@@ -266,7 +266,7 @@ class PlanRequest:
         Raises:
             ConfigError: an option is out of range.
         """
-        length = self.seq_length or DataConfig().seq_length
+        length = self.seq_length or DEFAULT_SEQ_LENGTH
         batch = self.global_batch_size or ModelConfig().global_batch_size
         if self.global_batch_tokens is not None:
             batch = max(1, self.global_batch_tokens // (2 * length))

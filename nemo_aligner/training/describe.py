@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import Precision, as_yaml
+from nemo_aligner.config.evaluation import EvaluateDataConfig
 from nemo_aligner.config.load import idle_notes
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ModelConfig, Recompute
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData
@@ -55,7 +56,13 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
         lines.append(
             f"note: fp32 is several times slower than trainer.precision={faster} on this GPU"
         )
-    seq_length, positions = config.model.data.seq_length, shape.max_position_embeddings
+    seq_length, positions = run.data.contract.seq_length, shape.max_position_embeddings
+    start = run.base.contract
+    if start is not None and start.seq_length == seq_length:
+        lines.append(
+            f"samples: up to {seq_length} tokens, as the reward model to start from "
+            "(model.data.seq_length)"
+        )
     if seq_length > positions:
         lines += [
             f"note: model.data.seq_length is {seq_length}, but the base model was trained on "
@@ -173,17 +180,47 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
-    """Render the user's next commands: evaluate, serve and, if ``can_export``, export the model."""
+def next_commands(
+    model: Path, heldout: Sequence[TokenizedDataset], config: ModelConfig, can_export: bool = True
+) -> str:
+    """Render the user's next commands: evaluate, serve and, if ``can_export``, export the model.
+
+    ``config`` has the settings by which the run read its records; evaluate gets the same.
+    """
     paths = [report.path for dataset in heldout for report in dataset.reports]
     data_setting = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
     model_setting = f"rm_model_file={model}"
     export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
-    commands = {"evaluate": [model_setting, data_setting], "serve": [model_setting]}
+    reading = _reading_settings(config)
+    commands = {"evaluate": [model_setting, data_setting, *reading], "serve": [model_setting]}
     if can_export:
         commands["export"] = export
-    shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
-    return "\n".join(["next:", *shown])
+    shown = {verb: show_command(verb, arguments, "  ") for verb, arguments in commands.items()}
+    wrapped_by = [key for key in _PROMPT_SETTINGS if getattr(config.data, key) is not None]
+    if wrapped_by:
+        names = " and ".join(wrapped_by)
+        shown["serve"] += f"\n  # clients must send samples in the form that {names} gives them"
+    return "\n".join(["next:", *shown.values()])
+
+
+# Settings that put text around the prompts of a data file. A server gets finished samples.
+_PROMPT_SETTINGS = ("system_prompt_file", "prompt_file", "input_template")
+
+
+def _reading_settings(config: ModelConfig) -> list[str]:
+    """Return the settings of ``evaluate`` with which it reads records as the run did.
+
+    Settings at their default are omitted.
+    """
+    values = {**vars(config.data), "loss_mask_val": config.regression.loss_mask_val}
+    defaults = vars(EvaluateDataConfig())
+    changed = {
+        key: values[key] for key in defaults if key in values and values[key] != defaults[key]
+    }
+    return [
+        f"data.{key}={value if isinstance(value, str) else as_yaml(value)}"
+        for key, value in changed.items()
+    ]
 
 
 # Texts about the checkpoints of a run.

@@ -25,7 +25,12 @@ from nemo_aligner.config.training import (
     TrainConfig,
 )
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import build_contract, continue_contract, with_aggregate
+from nemo_aligner.contract.from_settings import (
+    build_contract,
+    choose_limits,
+    continue_contract,
+    with_aggregate,
+)
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data.hub import local_files
@@ -127,6 +132,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     base = CheckpointDescription.read(str(config.pretrained_checkpoint.restore_from_path))
     resumed = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
+    config = _with_limits(config, base.contract)
     config = _resolve_defaults(config, shape, resumed or base.contract)
     check_experts(config, shape)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
@@ -195,6 +201,15 @@ def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelSha
     is_new = config.pretrained_checkpoint.new_head
     head = head_to_train(base.shape.head, config.model.head, is_new=is_new)
     return replace(base.shape, head=head, lora=lora)
+
+
+def _with_limits(config: TrainConfig, start: ScoringContract | None) -> TrainConfig:
+    """Replace a null ``seq_length`` or ``overlong`` by that of the reward model to start from.
+
+    A run from a base model (``start`` is None) gets the defaults.
+    """
+    limits = choose_limits(config.model.data, start)._asdict()
+    return replace(config, model=replace(config.model, data=replace(config.model.data, **limits)))
 
 
 def _resolve_defaults(

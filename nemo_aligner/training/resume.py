@@ -32,7 +32,7 @@ from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences, with_aggregate
+from nemo_aligner.contract.from_settings import show_differences, with_aggregate
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
@@ -193,21 +193,19 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
     # In older versions, the rule that aggregates the rewards of steps was a setting of the
     # objective and not part of the contract. Move it there before comparing.
     aggregate = saved[_OBJECTIVE_SETTINGS].get("aggregate", Aggregate.last.value)
-    differences = describe_differences(with_aggregate(stored, aggregate).differences(current))
-    fingerprint = {
-        **fresh.fingerprint,
-        _FROZEN: saved.get(_FROZEN),
-        _CONTRACT: differences or stored.hash,
-    }
+    differences = show_differences(with_aggregate(stored, aggregate).differences(current))
+    fingerprint = {**fresh.fingerprint, _FROZEN: saved.get(_FROZEN), _CONTRACT: stored.hash}
     if differences:
         # The contracts differ, so they tokenize the same files differently, and the digests of the
         # data always differ, too. Report only the difference of the contracts.
-        fingerprint[_DATA] = saved.get(_DATA)
+        fingerprint.update({key: saved.get(key) for key in (_CONTRACT, _DATA)})
     elif saved.get(_DATA) != fingerprint[_DATA]:
         # Older versions saved one digest of all tokens, newer ones a digest for each file. Compare
         # with the digest that the older version would have computed.
         fingerprint[_DATA] = data.train.measure_digest()
-    check_same_run(latest, fingerprint)
+    # A setting that is in the fingerprint, too, is reported once.
+    contract_changes = {key: both for key, both in differences.items() if key not in fingerprint}
+    check_same_run(latest, fingerprint, contract_changes)
     return latest
 
 

@@ -100,8 +100,7 @@ def train(
             learner, config, total_steps, start, checkpoints, loggers, stop, world.device, patience
         )
         outcome = trainer.fit()
-        average_best = config.exp_manager.checkpoint_callback_params.average_best
-        test_metrics = finish(outcome, checkpoints, learner, pretrained, average_best)
+        test_metrics = finish(outcome, checkpoints, learner, pretrained, config)
         if test_metrics:
             loggers.log(test_metrics, outcome.step)
     return outcome
@@ -147,7 +146,7 @@ def finish(
     checkpoints: RunCheckpoints,
     learner: RewardLearner,
     pretrained: PretrainedModel,
-    average_best: int = 1,
+    config: TrainConfig,
 ) -> dict[str, float]:
     """Export the model if the run is complete; if it was stopped, print how to continue it.
 
@@ -159,7 +158,7 @@ def finish(
         return {}
     if outcome.stopped_by is None:
         path = checkpoints.folder / MODEL_NAME
-        return export(path, checkpoints, learner, pretrained, average_best)
+        return export(path, checkpoints, learner, pretrained, config)
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved. The same "
         "command continues from there. To finish here instead, add "
@@ -174,13 +173,13 @@ def export(
     checkpoints: RunCheckpoints,
     learner: RewardLearner,
     pretrained: PretrainedModel,
-    average_best: int = 1,
+    run_config: TrainConfig,
 ) -> dict[str, float]:
     """Write the reward model's ``.nemo`` with the weights of the best checkpoint.
 
-    If no checkpoint was validated, the newest one is taken. If ``average_best`` is above 1, the
-    model gets the mean of the weights of that many best checkpoints, and another validation
-    measures it.
+    If no checkpoint was validated, the newest one is taken. If the setting ``average_best`` is
+    above 1, the model gets the mean of the weights of that many best checkpoints, and another
+    validation measures it.
 
     Returns:
         The model's metrics on the test sets, named ``set/metric``.
@@ -192,6 +191,7 @@ def export(
     chosen = best or latest
     if chosen is None:
         raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
+    average_best = run_config.exp_manager.checkpoint_callback_params.average_best
     averaged = list(filter(checkpoints.is_comparable, checkpoints.ranked()))[:average_best]
     say(render_candidates(checkpoints, checkpoints.candidates(), latest, len(averaged) or 1))
     checkpoints.check_lock()
@@ -222,7 +222,7 @@ def export(
         test_metrics = learner.measure(learner.data.test, Counter("test", "records").show)
     say(describe_heldout({**chosen.state.metrics, **test_metrics}))
     heldout = [*learner.data.test, *learner.data.validation]
-    say(next_commands(path, heldout, _can_export(contract)))
+    say(next_commands(path, heldout, run_config.model, _can_export(contract)))
     return test_metrics
 
 

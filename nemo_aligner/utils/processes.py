@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_aligner
-from nemo_aligner.utils.errors import ConfigError, PeerError
+from nemo_aligner.utils.errors import AlignerError, ConfigError, PeerError
 
 # Find out which rank this process is, and choose the rank that reports an error.
 
@@ -92,9 +92,15 @@ def settle(error: BaseException, speaker: str) -> None:
     vars(error)[_SPEAKER] = speaker
 
 
-def describe_error(error: Exception) -> str:
-    """Format an error as its type and its message."""
-    return f"{type(error).__name__}: {error}"
+def describe_error(error: BaseException) -> str:
+    """Format an error as its type and its message.
+
+    An error that is private to a module is shown as the kind that docs/troubleshooting.md explains,
+    which is its base class in ``utils/errors.py``.
+    """
+    is_ours = isinstance(error, AlignerError)
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == AlignerError.__module__)
+    return f"{next(kinds).__name__ if is_ours else type(error).__name__}: {error}"
 
 
 def report(error: Exception, describe: Callable[[Exception], str] = describe_error) -> int:

@@ -113,7 +113,7 @@ def test_nemo_aligner_settings_that_would_change_results_are_refused() -> None:
         "model.use_avg_pool=true": "model.head.reads=reply_mean",
         "model.regression.loss_func=scaled_bt": "model.reward_model_type=binary_ranking",
         "model.regression.num_attributes=9": "wanted the same as model.num_attributes (1)",
-        "model.encoder_seq_length=2048": "wanted the same as model.data.seq_length (1024)",
+        "model.encoder_seq_length=2048": "wanted the same as model.data.seq_length (null)",
         "model.optim.name=adafactor": "wanted distributed_fused_adam",
         "model.optim.sched.name=NoamAnnealing": "wanted cosine | linear | constant",
         "model.data.data_impl=mmap": "model.data.data_impl: got 'mmap', wanted jsonl",

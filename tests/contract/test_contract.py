@@ -127,7 +127,9 @@ def test_contract_that_was_changed_is_refused() -> None:
 def test_contract_expected_is_named_with_the_one_that_came() -> None:
     check_expected(FIXED, None, "expect_contract")
     check_expected(FIXED, FIXED_HASH, "expect_contract")
-    with pytest.raises(ConfigError, match=rf"expect_contract: got .*{FIXED_HASH}, wanted ab12"):
+    with pytest.raises(
+        ConfigError, match=rf"expect_contract: got .*{FIXED_HASH}, wanted ab12\. Choose"
+    ):
         check_expected(FIXED, "ab12", "expect_contract")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.common import Precision, RecordKind
+from nemo_aligner.config.common import Overlong, Precision, RecordKind
 from nemo_aligner.contract.from_settings import (
     build_contract,
     continue_contract,
@@ -27,12 +27,22 @@ def test_start_decides_what_is_left_open(contracts: Contracts, tokenizer: Tokeni
     contract = build_contract(config, tokenizer, Precision.fp32, start)
     assert (contract.template, contract.add_bos, contract.add_eos) == (start.template, True, True)
     assert continue_contract(contract, start, allow_change=False) == start
+    limits = {"seq_length": 33, "overlong": "truncate_left"}
+    short = dataclasses.replace(start, **limits)
+    contract = build_contract(config, tokenizer, Precision.fp32, short)
+    assert continue_contract(contract, short, allow_change=False) == short
     config.data.template, config.data.seq_length = "chatml", 77
+    config.data.overlong = Overlong.error
     contract = build_contract(config, tokenizer, Precision.fp32, start)
     with pytest.raises(
         ConfigError, match=r"model.data.template: .*model.data.seq_length: 1024 -> 77"
-    ):
+    ) as caught:
         continue_contract(contract, start, allow_change=False)
+    advice = (
+        "To keep the contract of that model, set model.data.template=null model.data.overlong=drop "
+        "model.data.seq_length=1024. Or set pretrained_checkpoint.allow_contract_change=true to "
+    )
+    assert advice in str(caught.value)
     assert continue_contract(contract, start, allow_change=True) == contract
 
 

@@ -139,7 +139,9 @@ def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         '{"rewards": {"chosen": 0, "rejected": 1}, "texts": {"chosen": [3], "rejected": "b"}}': (
             "texts: got [3]"
         ),
-        '{"rewards": {"help": 1}, "texts": {"response": "a"}}': "a.jsonl:1: got a rated reply",
+        '{"rewards": {"help": 1}, "texts": {"response": "a"}}': (
+            "a.jsonl:1: got a rated reply, which has no verdict to compare. Write both"
+        ),
         '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "no right reply or no wrong one",
         '{"right": null, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": ["a"], '
         '"wrong": ["b"]}}': "right: got None, wanted a number from 0 to 1",

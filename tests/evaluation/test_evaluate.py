@@ -249,8 +249,14 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
     report = evaluate_file(RewardSource.of(scorer), write(tmp_path / "p.jsonl", *pairs))
     assert report.kind is RecordKind.comparison
     np.testing.assert_array_equal(report.predictions.rewards, [[2, 1]])
-    with pytest.raises(DataError):
-        evaluate_file(RewardSource.of(CountingScorer()), rated_file)
+    stepped = write(tmp_path / "s.jsonl", {"prompt": "x", "completions": ["a"], "labels": [1]})
+    for path, source, options, message in (
+        (rated_file, CountingScorer(), {}, r"rated_chat, but this model was trained on pairs, and"),
+        (stepped, CountingScorer(), {}, r"stepwise, but .* one reward .*head\.reads=step_ends\.$"),
+        (rated_file, scorer, {"kind": RecordKind.comparison}, "rated_chat, but swapped and robust"),
+    ):
+        with pytest.raises(DataError, match=message):
+            evaluate_file(RewardSource.of(source), path, ReaderConfig(**options))
 
 
 @pytest.mark.parametrize("reads", ["step_ends", "step_marks"])

@@ -188,7 +188,7 @@ def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
     assert (row["pairs"], row["lost"] + row["gained"]) == (12, 4)
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 220
-    assert "4 verdicts differ; the first 1:" in lines
+    assert "4 verdicts differ; the first one:" in lines
     flipped = rows_of(flips)
     replies = {row["chosen"] for row in rows_of(pairs)}
     assert {flip["chosen"][-1]["content"] for flip in flipped} < replies

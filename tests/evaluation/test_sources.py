@@ -17,10 +17,13 @@ from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.sources import open_server
+from nemo_aligner.serving.client.pool import NoServerError
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
+from nemo_aligner.utils.processes import describe_error
 from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
 from tests.harness import tiny
+from tests.harness.launching import free_port
 from tests.serving.servers import SERVE, gateway, running
 
 # One model as an archive, as an export, and behind three protocols.
@@ -269,3 +272,15 @@ def test_server_of_another_protocol_is_named_by_its_path(server: ScriptedServer)
         error = refusal(ServingError, query, server.url, ["a"])
         urls = (f"{server.url}/classify", f"{server.url}/get_reward")
         assert all(part in error for part in (*urls, "HTTP 404", "not a KServe server")), error
+
+
+def test_server_that_is_not_there_is_advised_on_as_a_setting_of_evaluate() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    config = load_config(EvaluateConfig, [f"server={url}", "data.path=pairs.jsonl"])
+    with pytest.raises(ServingError) as caught:
+        evaluate(config)
+    message = describe_error(caught.value)
+    assert message.startswith(f"ServingError: server: {url}")
+    assert message.endswith(f". Start the server, or correct the address in server={url}.")
+    assert "wait_s" not in message
+    assert describe_error(NoServerError("trouble", "advice")) == "ServingError: trouble; advice"

@@ -8,6 +8,10 @@ from types import SimpleNamespace
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.cli.main import load
+from nemo_aligner.config.common import Malformed
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.training_data import Imbalance
 from nemo_aligner.losses.pairwise import BradleyTerry
@@ -55,18 +59,45 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
 
 
 def test_next_commands_can_be_typed() -> None:
-    shown = next_commands(Path("my run/checkpoints/model.nemo"), [])
+    shown = next_commands(Path("my run/checkpoints/model.nemo"), [], ModelConfig())
     heading, *commands = shown.replace("\\\n", "").splitlines()
     assert heading == "next:"
     assert max(map(len, shown.splitlines())) < 80
     assert [command.split()[1] for command in commands] == ["evaluate", "serve", "export"]
-    assert "nemo-aligner export" not in next_commands(Path("m.nemo"), [], can_export=False)
+    assert "nemo-aligner export" not in next_commands(
+        Path("m.nemo"), [], ModelConfig(), can_export=False
+    )
     for command in commands:
         program, verb, *arguments = shlex.split(command)
         assert program == "nemo-aligner"
         parser = load(verb).new_parser()
         options = vars(parser.parse_args(arguments))
         assert any("my run/checkpoints/model.nemo" in str(value) for value in options.values())
+
+
+def test_next_evaluation_reads_records_as_the_run_did() -> None:
+    data = DataConfig(
+        prompt_key="question",
+        input_template="Q: {}\nA: ",
+        neutral_label=None,
+        malformed=Malformed.drop,
+        seq_length=9,
+    )
+    config = ModelConfig(data=data, regression=RegressionConfig(loss_mask_val=-1.0))
+    shown = next_commands(Path("m.nemo"), [], config)
+    evaluate = shlex.split(shown.replace("\\\n", "").partition("\n  nemo-aligner serve")[0])
+    assert evaluate[4:] == [
+        "data.path=heldout.jsonl",
+        "data.prompt_key=question",
+        "data.input_template=Q: {}\nA: ",
+        "data.loss_mask_val=-1.0",
+        "data.neutral_label=null",
+        "data.malformed=drop",
+    ]
+    read = load_config(EvaluateConfig, evaluate[3:]).data
+    assert (read.input_template, read.neutral_label) == ("Q: {}\nA: ", None)
+    note = "serve rm_model_file=m.nemo\n  # clients must send samples in the form that input_temp"
+    assert note in shown
 
 
 def saved(step: int, **metrics: float) -> Saved:

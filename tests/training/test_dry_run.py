@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import Overlong, Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.training.dry_run import _keys_per_token, check_run
 from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.cache import VARIABLE
-from nemo_aligner.utils.errors import AlignerError, DataError
+from nemo_aligner.utils.errors import AlignerError, ConfigError, DataError
 from tests.data.hubs import FakeHub
 from tests.harness import tiny
 
@@ -134,6 +134,31 @@ def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
         check(folder, run, "model.seed=5")
     with pytest.raises(AlignerError, match="resume_if_exists: got false"):
         check(folder, run, "exp_manager.resume_if_exists=false")
+
+
+def test_run_from_a_reward_model_keeps_its_length_unless_it_is_set(
+    folder: Path, tmp_path: Path
+) -> None:
+    start = tiny.write_reward_nemo(
+        tmp_path / "rm.nemo", seq_length=99, overlong=Overlong.truncate_left
+    )
+    ratings = tiny.write_ratings(tmp_path / "rated.jsonl", 9, ("helpfulness", "verbosity"))
+    arguments = [
+        f"pretrained_checkpoint.restore_from_path={start}",
+        "model.reward_model_type=regression",
+        "model.regression.attributes=[helpfulness,verbosity]",
+        "model.global_batch_size=8",
+        f"model.data.data_prefix.train={ratings}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+    ]
+    run = prepare_run(load_config(TrainConfig, arguments), LayoutSizes())
+    contract, data = run.data.contract, run.config.model.data
+    assert (contract.seq_length, contract.overlong) == (99, "truncate_left")
+    assert (data.seq_length, data.overlong) == (99, Overlong.truncate_left)
+    line = "samples: up to 99 tokens, as the reward model to start from (model.data.seq_length)"
+    assert line in check_run(load_config(TrainConfig, arguments), 1)
+    with pytest.raises(ConfigError, match=r"set model\.data\.seq_length=99\. Or set pretrained"):
+        check_run(load_config(TrainConfig, [*arguments, "model.data.seq_length=98"]), 1)
 
 
 def test_learning_rate_goes_by_the_models_width_unless_it_is_given(

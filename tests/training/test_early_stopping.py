@@ -187,6 +187,13 @@ def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say
     assert goes_on_from(replace(fresh, contract=stepped.to_dict(), fingerprint=fingerprint))
     with pytest.raises(CheckpointError, match=r"model\.objective_kwargs: the checkpoint has"):
         goes_on_from(new_state(config, SHAPE, last))
+    read_elsewhere = replace(least.contract, scored_position="last_token", aggregate=None)
+    with pytest.raises(CheckpointError) as caught:
+        goes_on_from(replace(fresh, contract=read_elsewhere.to_dict()))
+    assert "model.head.reads: the checkpoint has 'last_token', this run 'turns'" in str(
+        caught.value
+    )
+    assert read_elsewhere.hash not in str(caught.value)
 
 
 def test_run_from_before_probabilities_goes_on_with_log_odds(

@@ -38,9 +38,17 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.messages import Conversation, with_principle, with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
-from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, read_source
+from nemo_aligner.data.formats.base import (
+    Fields,
+    Format,
+    OtherKindError,
+    PairKeys,
+    WantedLabels,
+    read_source,
+)
 from nemo_aligner.data.formats.pairs import (
     ALPACA_PAIRS,
     CHAT_PAIRS,
@@ -188,10 +196,14 @@ def choose_format(
                 return candidate
     if first is None:
         raise DataError(f"{path}: the file has no records")
-    raise DataError(
-        f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
-        f"{_advise_unknown(first, fitting)}"
-    )
+    summary = f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
+    certain = (fmt for fmt in FORMATS.values() if fmt.is_certain(first.value))
+    other = next(certain, None)
+    if other is not None and not _has_token_ids(first.value):
+        summary += f". It fits {other.name}"
+        reads = None if other.reads is None else other.reads.value
+        raise OtherKindError(f"{summary}: {_advise_training(other)}", summary, reads)
+    raise DataError(f"{summary}{_advise_unknown(first, fitting)}")
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
@@ -257,20 +269,38 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     return by_keys
 
 
+def _has_token_ids(value: dict[str, Any]) -> bool:
+    return any({f"chosen_{ids}", f"rejected_{ids}"} <= set(value) for ids in _TOKEN_IDS)
+
+
+def _advise_training(fitting: Format) -> str:
+    """Write which settings train a model on records of the format ``fitting``."""
+    if fitting.kind is RecordKind.comparison:
+        return "to train on it, set model.reward_model_type=binary_ranking"
+    advice = (
+        "to train on it, set model.reward_model_type=regression and the names of its labels, "
+        "model.regression.attributes=[...]"
+    )
+    if fitting.reads is None:
+        return advice
+    labelled = "turns" if fitting.reads is ScoredPosition.turns else "steps"
+    return (
+        f"{advice}. It has labels of {labelled}, so also set "
+        f"model.head.reads={fitting.reads.value}, and model.objective=binary_cross_entropy if each "
+        "is right or wrong"
+    )
+
+
 def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     """Write the advice in the error about a record that no format recognizes.
 
     ``fitting`` has the formats that were tried: those of the wanted kind, comparisons or ratings.
     """
-    if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
+    if _has_token_ids(line.value):
         return (
             ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
             "was made of: the scoring contract determines how texts become token ids"
         )
-    for candidate in FORMATS.values():
-        if candidate.is_certain(line.value):
-            needs = "regression" if candidate.kind is RecordKind.rating else "binary_ranking"
-            return f". It fits {candidate.name}, for model.reward_model_type={needs}"
     prompts = prompt_like(line.value)
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         return (

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.describe import suggestion
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
@@ -111,6 +112,8 @@ class Format:
         lines_per_record: number of objects that make a record.
         recognizes: function that returns True if an object certainly has this format, so that
             ``auto`` may choose it; None if ``matches`` is certain enough.
+        reads: value of ``model.head.reads`` of a model that learns the labels of this format; None
+            if its labels are not of turns or steps.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Format:
     sample: tuple[dict[str, Any], ...]
     lines_per_record: int = 1
     recognizes: Callable[[dict[str, Any]], bool] | None = None
+    reads: ScoredPosition | None = None
 
     def is_certain(self, value: dict[str, Any]) -> bool:
         """True if an object certainly has this format, so that ``auto`` may choose it."""
@@ -130,6 +134,20 @@ class Format:
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
     """Return a function that tests whether an object has all of ``keys``."""
     return lambda value: set(keys) <= set(value)
+
+
+class OtherKindError(DataError):
+    """A file fits a format of another kind than the one that is needed, comparisons or ratings.
+
+    Attributes:
+        summary: first sentences of the message: the record, its place, and the format that it fits.
+        reads: ``reads`` of that format, as a string.
+    """
+
+    # The defaults are for ``pickle``, which passes only the message and sets the attributes itself.
+    def __init__(self, message: str, summary: str = "", reads: str | None = None) -> None:
+        super().__init__(message)
+        self.summary, self.reads = summary, reads
 
 
 # Functions that read texts, conversations and labels from fields.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.messages import Messages
 from nemo_aligner.data.formats.base import (
     Format,
@@ -182,6 +183,7 @@ def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, columns: Wante
 STEPWISE = Format(
     name="stepwise",
     kind=RecordKind.rating,
+    reads=ScoredPosition.step_ends,
     matches=has("prompt", "completions", "labels"),
     wanted="'prompt', 'completions' and 'labels', one for each step",
     parse=_parse_stepwise,
@@ -236,6 +238,7 @@ def _parse_math_shepherd(
 MATH_SHEPHERD = Format(
     name="math_shepherd",
     kind=RecordKind.rating,
+    reads=ScoredPosition.step_ends,
     matches=_is_math_shepherd,
     wanted=f"'input' and 'label', with {_MARK} and a sign after every step",
     parse=_parse_math_shepherd,
@@ -328,6 +331,7 @@ def _is_prm800k(value: dict[str, Any]) -> bool:
 PRM800K = Format(
     name="prm800k",
     kind=RecordKind.rating,
+    reads=ScoredPosition.step_ends,
     matches=_is_prm800k,
     wanted="'question' with 'problem', and 'label' with 'steps'",
     parse=_parse_prm800k,
@@ -387,6 +391,7 @@ def _parse_labelled_turns(
 LABELLED_TURNS = Format(
     name="labelled_turns",
     kind=RecordKind.rating,
+    reads=ScoredPosition.turns,
     matches=_has_labels,
     wanted="'messages', with a 'label' in assistant turns",
     parse=_parse_labelled_turns,

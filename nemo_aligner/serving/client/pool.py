@@ -52,7 +52,7 @@ class NoServerError(ServingError):
 
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
-        self.trouble = trouble
+        self.trouble = trouble  # for commands, which have other settings than ``advice`` names
 
 
 class NoKServeError(ServingError):

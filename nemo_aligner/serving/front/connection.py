@@ -401,9 +401,7 @@ class Connection(HttpToolsProtocol):
         other than CRLF.
         """
         if self.phase != HEAD:
-            raise malformed_request(
-                "a second request begins on the connection before this one is complete"
-            )
+            raise malformed_request("a second request begins before this one is complete")
         if http_version not in ("1.1", "1.0"):
             raise malformed_request(f"its version is {http_version}, wanted 1.1 or 1.0")
         if len(headers) != len(self.headers):

@@ -208,7 +208,11 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([{"text": "a"}, {"text": 4}], r":1: text: got 4, wanted a string"),
         ([{"prompt": HH, "chosen": f"{HH} a", "rejected": "\n\nHuman: b"}], r"rejected: .*begin"),
         (['{"prompt": "a", "chosen": NaN}'] * 3, r":1: malformed JSON: NaN is not JSON"),
-        ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*fits rated_chat, for "),
+        ([{"prompt": "a", "response": "b", "help": 3}], r"rated_chat: .*attributes=\[\.\.\.\]$"),
+        (
+            [{"prompt": "a", "completions": ["b"], "labels": [True]}],
+            r"stepwise: .*model\.regression\.attributes=.*step_ends, and model.objective=binary_",
+        ),
         ([{"chosen": "a", "reject": "b"}], r":1: .*'rejected' for 'reject'.*text_pairs"),
         ([{"a": 1}], r":1: got a record with keys 'a'; wanted .*chat_pairs.*ultrafeedback"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
@@ -245,7 +249,9 @@ def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
     with pytest.raises(DataError, match=r":1: .*got a record of chat_pairs.*wanted hh"):
         read(tmp_path, PAIR, format="hh")
-    with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
+    with pytest.raises(
+        ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto, one of"
+    ):
         read(tmp_path, PAIR, format="rated_chat")
 
 
