@@ -14,7 +14,7 @@ from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, DataConfig, ScoredPosi
 from nemo_aligner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.readers import ReaderConfig
+    from nemo_aligner.data.readers import PromptWrapping, ReaderConfig
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
@@ -137,6 +137,13 @@ read or has malformed records, the others are still shown, and the exit code is 
 """
 
 
+_PROMPT_FLAGS = {
+    "--system-prompt-file": "FILE",
+    "--prompt-file": "FILE",
+    "--input-template": "TEXT",
+}
+
+
 def inspect_parser() -> Parser:
     """Build the parser of ``nemo-aligner data inspect``."""
     parser = Parser("data inspect", _INSPECT)
@@ -153,6 +160,9 @@ def inspect_parser() -> Parser:
         "--show", type=int, default=2, metavar="N", help="records to print (default: 2)"
     )
     add_format(parser)
+    for flag, value in _PROMPT_FLAGS.items():
+        setting = flag[2:].replace("-", "_")
+        parser.add_argument(flag, metavar=value, help=f"as model.data.{setting}")
     parser.add_argument("--template", metavar="NAME", help="as model.data.template")
     parser.add_argument(
         "--seq-length", type=positive, default=DEFAULT_SEQ_LENGTH, metavar="N",
@@ -217,7 +227,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     inspection = Inspection(
         rules=rules,
         show=options.show,
-        reading=read_format(options),
+        reading=read_format(options, prompts=_read_prompts(options)),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -225,6 +235,17 @@ def run_inspect(options: argparse.Namespace) -> int:
         print(part.text)
         all_good &= part.is_good
     return 0 if all_good else 1
+
+
+def _read_prompts(options: argparse.Namespace) -> PromptWrapping | None:
+    from nemo_aligner.data.readers import PromptWrapping
+
+    data = DataConfig(
+        system_prompt_file=options.system_prompt_file,
+        prompt_file=options.prompt_file,
+        input_template=options.input_template,
+    )
+    return PromptWrapping.of(data, section="")
 
 
 _SPLIT = """\

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.cli.data import add_format, read_format
 from nemo_aligner.cli.parser import (
@@ -20,6 +20,9 @@ from nemo_aligner.cli.parser import (
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.utils.errors import ConfigError, ServingError
+
+if TYPE_CHECKING:
+    from nemo_aligner.contract.scorer import StepRewards
 
 _SERVE = """\
 Serve a reward model over HTTP, by all protocols, until SIGTERM or Ctrl-C.
@@ -119,6 +122,9 @@ def score_parser() -> Parser:
     parser.add_argument("--file", type=Path, metavar="JSONL", help="file with samples to score")
     add_format(parser, of_ratings=False, drops_records=False)
     parser.add_argument(
+        "--steps", action="store_true", help="also print the reward of each turn or step"
+    )
+    parser.add_argument(
         "--expect", metavar="HASH", help="fail if the model's scoring contract has another hash"
     )
     parser.add_argument(
@@ -163,18 +169,48 @@ def run_score(options: argparse.Namespace) -> int:
             is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
             names = client.contract().attributes if is_named else ()
         except ServingError as error:
-            # The message names the client's argument wait_s; users know it as the flag --wait.
-            raise ServingError(str(error).replace("wait_s", "--wait")) from error
+            raise ServingError(_name_flags(str(error), options.token_variable)) from error
         finally:
             waiting.cancel()
     if names:
         print("attributes:", ", ".join(names))
-    for row, (label, _) in enumerate(samples):
-        rewards = "  ".join(f"{reward:10.4f}" for reward in scored.rewards[row])
+    if options.steps and scored.steps is None and len(scored.errors) < len(samples):
+        raise ConfigError("--steps: the model has one reward per sample. Omit the option")
+    for row, (label, sample) in enumerate(samples):
+        rewards = _show_rewards(scored.rewards[row])
         if row in scored.errors:
             rewards, label = f"{'rejected':>10}", f"{label}: {scored.errors[row]}"
         print(rewards, "", label, sep="  ")
+        if options.steps and scored.steps is not None and scored.steps[row] is not None:
+            print(*_list_steps(scored.steps[row], sample), sep="\n")
     return 1 if scored.errors else 0
+
+
+def _show_rewards(rewards: Iterable[float]) -> str:
+    return "  ".join(f"{reward:10.4f}" for reward in rewards)
+
+
+def _list_steps(steps: StepRewards, sample: Any) -> Iterator[str]:
+    """Yield a line for each turn or step of a sample: its rewards and its text."""
+    from nemo_aligner.contract.messages import flatten_message, messages_of
+    from nemo_aligner.data.texts import label_of
+
+    for number, (rewards, span) in enumerate(zip(steps.rewards, steps.spans, strict=True), 1):
+        text = sample
+        if span.message is not None:
+            text = flatten_message(messages_of(sample)[span.message])
+        step = label_of(text[span.start : span.end])
+        yield f"{_show_rewards(rewards)}      step {number}: {step}"
+
+
+def _name_flags(message: str, token_variable: str | None) -> str:
+    """Rewrite an error of the client, which names its arguments, for users of the flags."""
+    from nemo_aligner.serving.failures import NOT_SENT, WRONG_TOKEN
+
+    not_sent = f"{NOT_SENT}: pass --token-variable NAME"
+    wrong_token = f"the token in {token_variable} is not the server's"
+    message = message.replace(NOT_SENT, not_sent).replace(WRONG_TOKEN, wrong_token)
+    return message.replace("wait_s", "--wait")
 
 
 def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:

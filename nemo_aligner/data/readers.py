@@ -312,18 +312,20 @@ class PromptWrapping:
     def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
         """Read the prompts and templates that a section of the settings names; None if it has none.
 
+        ``section`` is the prefix of the settings in errors; empty for options of a command.
+
         Raises:
             ConfigError: a file cannot be read, or a template does not have ``{}`` exactly once.
         """
-        files = {"system_prompt_file": settings.system_prompt_file}
-        files["prompt_file"] = settings.prompt_file
-        system, words = (_read_template(path, f"{section}.{key}") for key, path in files.items())
-        _check_place(words, f"{section}.prompt_file")
-        _check_place(settings.input_template, f"{section}.input_template")
+        prefix = section and f"{section}."
+        system = _read_template(settings.system_prompt_file, f"{prefix}system_prompt_file")
+        words = _read_template(settings.prompt_file, f"{prefix}prompt_file")
+        _check_place(words, f"{prefix}prompt_file")
+        _check_place(settings.input_template, f"{prefix}input_template")
         if settings.input_template is not None and system is not None:
             raise ConfigError(
-                f"{section}.input_template makes a raw text, which has no system turn, so "
-                f"{section}.system_prompt_file cannot be used with it. Write the system prompt "
+                f"{prefix}input_template: it makes a raw text, which has no system turn, so "
+                f"{prefix}system_prompt_file cannot be used with it. Write the system prompt "
                 "into the template"
             )
         wrapping = cls(system, words, settings.input_template)

@@ -21,7 +21,7 @@ from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint,
 from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract, read_tokenizer
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
-from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
+from nemo_aligner.config.model import TRL_FORMAT, ScorerModelConfig, layout_sizes
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text
@@ -183,9 +183,11 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
 def sizes_of_model(config: EvaluateConfig) -> dict[str, Any]:
     """Collect the parallel sizes of the model from the settings.
 
-    They are the arguments of ``initialize_layout`` for a model that runs in this process.
+    They are the arguments of ``initialize_layout`` for a model that runs in this process. A model
+    of transformers has the default sizes, so that it can be loaded next to one of this package.
     """
-    return {} if config.rm_model_file is None else layout_sizes(config.model)
+    is_archive = config.rm_model_file is not None
+    return layout_sizes(config.model if is_archive else ScorerModelConfig())
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:

@@ -159,6 +159,9 @@ def public_failure(error: Exception) -> RequestError:
 # 413 and no Retry-After. A server must keep them: changed messages would break older clients.
 
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
+# The client adds one of these to the message, because the server does not know what was sent.
+NOT_SENT = "no token was sent"
+WRONG_TOKEN = "the token that was sent is not the server's"
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 _RETRY_AFTER = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 _TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")

@@ -33,9 +33,9 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
         except ValueError as error:
             raise ConfigError(f"{location}: {error}") from error
     elif variable is not None:
-        location = f"{key}{joint}variable: {variable}"
+        location = f"{key}{joint}variable: environment variable {variable}"
         if variable not in os.environ:
-            raise ConfigError(f"{location}: it is not set, wanted {_VALID_TOKEN}")
+            raise ConfigError(f"{location} is not set: export it")
         token = os.environ[variable].strip()
     else:
         return None

@@ -170,6 +170,14 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
             run_score(score_parser().parse(["--conversation", given]))
 
 
+def test_score_says_which_hash_it_expects(capsys: Captured) -> None:
+    assert run_verb(run_score, score_parser().parse(["a", "--expect", "1234"])) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: --expect: got '1234', wanted the 64 hexadecimal characters that the server "
+        "prints\n"
+    )
+
+
 def test_command_is_shown_as_one_would_type_it() -> None:
     assert show_command("score", ["a b"], "$ ") == "$ nemo-aligner score 'a b'"
     long = 70 * "x"

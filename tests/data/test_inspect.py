@@ -73,6 +73,28 @@ def test_inspect_counts_principles(tokenizer_folder: Path, tmp_path: Path, run: 
     assert "the model was not trained with principles" in refused
 
 
+def test_inspect_puts_text_around_prompts_as_training_does(
+    tokenizer_folder: Path, tmp_path: Path, run: Run
+) -> None:
+    system, words = tmp_path / "system.txt", tmp_path / "words.txt"
+    system.write_text("Be brief.")
+    words.write_text("Solve {} now.")
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    files = ("--system-prompt-file", system, "--prompt-file", words)
+    shown = run(VERB, path, *files).stdout.splitlines()
+    assert shown[-3:] == ["system: Be brief.", "user: Solve 2+2? now.", "assistant: 5"]
+    shown = run(VERB, path, *files, f"--tokenizer={tokenizer_folder}").stdout.splitlines()
+    assert shown.count("Be brief.[<|im_end|>]") == 2
+    shown = run(VERB, path, "--input-template", "User: {} Assistant: ").stdout.splitlines()
+    assert shown[-1] == "User: 2+2? Assistant: 5"
+    for options, reason in (
+        (("--prompt-file", system), "--prompt-file: 'Be brief.' has {} 0 times"),
+        ((*files[:2], "--input-template", "{}"), "--input-template: it makes a raw text"),
+        (("--system-prompt-file", "missing"), "--system-prompt-file: missing cannot be read"),
+    ):
+        assert reason in run(VERB, path, *options, code=1).stderr
+
+
 def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     record = tiny.ranked("why", (2, "bad"), (1, "good"), (2, "poor"))
     path = write(tmp_path / "ranked.jsonl", record)

@@ -167,7 +167,9 @@ class Page:
         if step.startswith("PYTHON\n") and IN_PROCESS in step:
             self._run_program(step.removeprefix("PYTHON\n"))
         elif step.startswith("PYTHON\n"):
-            exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(self._folder)
+                exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
         elif launched := LAUNCHED.fullmatch(step):
             script, ranks = str(self._folder / launched[2]), int(launched[1])
             tiny.run_script(script, processes=ranks, fresh=True, folder=self._folder)

@@ -21,11 +21,13 @@ from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data import report
 from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.readers import ReaderConfig, parse_file
 from tests.config.nemo_aligner_files import write_file
-from tests.docs.pages import PAGES, commands, name_of, pieces, split_verb
+from tests.docs.pages import PAGES, commands, every_block, name_of, pieces, split_verb
 from tests.harness.family_cases import CASES
 from tests.harness.tiny import ROOT
 
@@ -152,6 +154,16 @@ def test_the_page_of_formats_shows_every_format() -> None:
         sample = "\n".join(json.dumps(line) for line in data_format.sample)
         assert f"`{data_format.name}`: " in text
         assert f"```\n{sample}\n```" in text
+
+
+def test_the_records_on_the_page_of_data_are_read(tmp_path: Path) -> None:
+    (records,) = [text for _, text in every_block(ROOT / "docs" / "data.md") if text[0] == "{"]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(records)
+    plain, with_system = parse_file(str(path), ReaderConfig()).records
+    roles = [[turn["role"] for turn in messages_of(text)] for text in with_system.texts]
+    assert roles == [["system", "user", "assistant"]] * 2
+    assert len(messages_of(plain.texts[0])) == 2
 
 
 def test_the_page_of_data_explains_every_row_of_its_table() -> None:

@@ -101,6 +101,10 @@ def _write_data(folder: Path) -> None:
     _write(folder / "helpsteer2_validation.jsonl", rated[PAIRS:])
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
     (folder / "just_eval_5attr.jsonl.gz").write_bytes(gzip.compress(just.read_bytes()))
+    responses = [
+        {"prompt": row["prompt"], "responses": [row["chosen"], row["rejected"]]} for row in pairs
+    ]
+    _write(folder / "responses.jsonl", responses)
     (folder / "Anthropic").mkdir()
     tiny.write_pairs(folder / "Anthropic/hh-rlhf", HUB_PAIRS)
     answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]

@@ -142,7 +142,7 @@ def test_source_that_settings_do_not_fit_is_rejected(
         ("ours", "precision=bf16", AlignerError, "precision: got 'bf16', wanted null"),
         ("ours", WEIGHTS, ConfigError, "source.attribute_weights: got "),
         ("export", "source.timeout_s=1", ConfigError, "source.timeout_s: got 1"),
-        ("vllm", "source.token_variable=NO_SUCH", ConfigError, "NO_SUCH: it is not set"),
+        ("vllm", "source.token_variable=NO_SUCH", ConfigError, "NO_SUCH is not set: export it"),
     ):
         data = f"data.path={folder / 'pairs.jsonl'}"
         error = refusal(kind, run, folder, "wrong", *sources[name], data, setting)

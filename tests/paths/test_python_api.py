@@ -250,6 +250,7 @@ def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
     assert "checked: " in str(summary)
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf") as theirs:
         np.testing.assert_allclose(theirs.score(TEXTS), trained.model.score(TEXTS), atol=1e-5)
+        assert len(models_in_memory()) == 1, "the archive's model is unloaded"
         with pytest.raises(DataError, match=r"^text 1: messages\[1\]"):
             theirs.score([TEXTS[0], REFUSED])
         with pytest.raises(ConfigError, match="hf_model"):

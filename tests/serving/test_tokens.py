@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
@@ -65,7 +66,7 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
         ("server.token", r"server\.token_variable"),
         ("--token", "--token-variable"),
     ):
-        with pytest.raises(ConfigError, match=f"{named}: UNSET: it is not set"):
+        with pytest.raises(ConfigError, match=f"{named}: environment variable UNSET is not set"):
             find_token(None, "UNSET", key)
     with pytest.raises(ConfigError, match=r"key_file: \S+: No such file[^/]*$"):
         find_token(str(tmp_path / "none"), None, "key")
@@ -128,8 +129,15 @@ def test_server_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with RewardClient(server.url, token=TOKEN) as client:
             assert client.score(["a", "bc"])[:, 0].tolist() == [total("a"), total("bc")]
             assert client.contract() == CONTRACT
-        with RewardClient(server.url) as client, pytest.raises(ServingError, match=WORDS):
+        with RewardClient(server.url) as client, pytest.raises(ServingError, match=WORDS) as error:
             client.score_rows(["a"])
+        assert "; no token was sent" in str(error.value)
+        for variable, reason in (
+            ([], "no token was sent: pass --token-variable NAME"),
+            (["--token-variable", "OWN"], "the token in OWN is not the server's"),
+        ):
+            with pytest.raises(ServingError, match=f"{WORDS}; {reason}"):
+                run_score(score_parser().parse(["a", "--url", server.url, *variable]))
         settings = [f"backends=[{server.url}]", "gateway.token_variable=OWN"]
         with gateway(folders[1], *settings, f"backend_token_file={file}") as front:
             own = {"Authorization": "Bearer another"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -47,7 +48,7 @@ def model_card(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    readout = contract.output_readout
+    readout, states = contract.output_readout, _read_states(archive)
     return environment.get_template("model_card.md.jinja").render(
         name=name,
         contract=contract,
@@ -63,22 +64,27 @@ def model_card(
         marker=contract.reply_marker and list(contract.reply_marker),
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
-        training="\n".join(_describe_training(archive))
-        or "The archive does not say what it was trained on.",
+        # A converted archive has neither checkpoints next to it nor statistics of a validation.
+        is_trained_here=bool(states) or contract.reward_mean is not None,
+        training="\n".join(_describe_training(states)),
         dict=dict,
         zip=zip,
     )
 
 
-def _describe_training(archive: Path) -> Iterator[str]:
-    """Yield Markdown lines on how the archive was trained: data, base model and metrics.
-
-    The lines come from the training run's checkpoints, if they are still in the archive's folder.
-    """
-    states = [
+def _read_states(archive: Path) -> list[dict[str, Any]]:
+    """Read the states of the training run's checkpoints that are still in the archive's folder."""
+    return [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
     ]
+
+
+def _describe_training(states: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield Markdown lines on how the archive was trained: data, base model and metrics.
+
+    ``states`` are those of the run's checkpoints, the earliest first.
+    """
     if not states:
         yield "The archive is not in its run's folder, so its training data are unknown."
         return

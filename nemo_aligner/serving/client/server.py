@@ -33,6 +33,8 @@ from nemo_aligner.serving.client.causes import CONNECT_S, HANDSHAKE_S, cause_of
 from nemo_aligner.serving.client.fingerprint import FingerprintCheck
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
+    NOT_SENT,
+    WRONG_TOKEN,
     FailureKind,
     RefusedError,
     RequestError,
@@ -410,8 +412,9 @@ class RemoteServer:
         if kind.reaction == "retry":
             seconds = retry_after(text, headers.get("Retry-After", ""))
             return UnavailableError(f"HTTP {status}: {text}", kind, seconds)
-        if message == NO_TOKEN:
-            return RefusedError(self.name, FailureKind.unauthorized.status, text)
+        if message == NO_TOKEN or (message is not None and kind is FailureKind.unauthorized):
+            fact = WRONG_TOKEN if "Authorization" in self._session.headers else NOT_SENT
+            return RefusedError(self.name, FailureKind.unauthorized.status, f"{text}; {fact}")
         if message is None and answer and status in _FOREIGN_STATUSES:
             return RefusedError(self.name, status, text, is_foreign=True)
         if message is not None and _UNPARSED.match(message):
@@ -495,7 +498,8 @@ class ContractCheck:
         """Store what is expected; ConfigError if that is no contract, hash or fingerprint."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
-                f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
+                f"expect: got {expect!r:.80}, wanted the 64 hexadecimal characters that the server "
+                "prints"
             )
         self.fingerprints = FingerprintCheck(expect_fingerprint)
         self.columns: int | None = None

@@ -161,7 +161,7 @@ class RewardsResponse(Body):
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
-    """Read a request; raise ServingError unless it has exactly one form of samples."""
+    """Read a request; raise ServingError unless it has exactly one form of readable samples."""
     forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
     if len(forms) != 1:
         actual = " and ".join(forms) or "no samples"
@@ -170,6 +170,11 @@ def read(body: RewardsRequest) -> ScoreRequest:
         raise ServingError(
             f"principle: got a principle with {forms[0]}, which are scored unchanged; wanted it "
             "only with conversations"
+        )
+    if body.conversations and all(map(_is_message, body.conversations)):
+        raise ServingError(
+            "conversations is a list of conversations, each a list of messages: got a list of "
+            "messages. Put the messages of each conversation into a list of their own"
         )
     if body.tokens:
         return ScoreRequest(token_lists=body.tokens)
@@ -183,6 +188,10 @@ def read(body: RewardsRequest) -> ScoreRequest:
         except DataError as error:
             refused[row] = str(error)
     return ScoreRequest(texts=texts, refused=refused)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value and "messages" not in value
 
 
 def _list_conversations(body: RewardsRequest) -> list[Any]:

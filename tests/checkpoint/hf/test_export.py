@@ -146,7 +146,8 @@ def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
 | v/loss | 0.5 | 0.25 |
 | v/temperature |  |  |
 """
-    phrases = ("license: apache-2.0", "logits alone are not the rewards", "| 1 | 1 |", trained)
+    by = "Higher is better. It was trained with nemo_aligner (regression) and exported from `"
+    phrases = ("license: apache-2.0", by, "logits alone are not the rewards", "| 1 | 1 |", trained)
     for phrase in (*phrases, *NAMES):
         assert phrase in card, phrase
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -206,6 +207,7 @@ def test_export_has_the_template_bos_and_eos_of_the_contract(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
     plain, bare = BUILT_IN_TEMPLATES["plain"], {"template": "", "add_bos": True, "add_eos": True}
+    bare |= dict.fromkeys(("reward_mean", "reward_std", "measured_on"))
     for name, contract, texts in (("plain", {"template": plain}, 7), ("none", bare, 3)):
         save_again(three, tmp_path / f"{name}.nemo", layout, **contract)
         assert export(tmp_path / f"{name}.nemo", tmp_path / name, layout).texts == texts
@@ -213,6 +215,7 @@ def test_export_has_the_template_bos_and_eos_of_the_contract(
     assert not (tmp_path / "none/chat_template.jinja").exists()
     card = (tmp_path / "none/README.md").read_text()
     assert "no chat template" in card
+    assert "Higher is better. It was converted by nemo_aligner from `" in card
     assert 'texts = [tokenizer.bos_token + "a text" + tokenizer.eos_token]' in card
 
 

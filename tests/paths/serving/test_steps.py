@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.config.serving import (
     Combine,
     EnsembleConfig,
@@ -68,7 +69,7 @@ def test_row_is_read_at_its_positions_or_at_its_last_id(
 
 
 def test_rewards_of_turns_have_the_same_bits_by_every_door(
-    stepped: Path, layout: ParallelLayout, tmp_path: Path
+    stepped: Path, layout: ParallelLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("fastapi")
 
@@ -95,6 +96,14 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
                 assert found.spans == own.spans
             last = np.stack([own.rewards[-1] for own in wanted])
             assert scored.rewards[:3].tobytes() == last.tobytes()
+        options = ["a raw text", "--conversation", json.dumps(CHAT), "--steps"]
+        assert run_score(score_parser().parse([*options, "--url", server.url])) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.rpartition("      step ")[2] for line in lines if "step " in line] == [
+            "1: a raw text",
+            "1: the cat sings",
+            "2: no",
+        ]
         assert client.score_tokens([ids]).tobytes() == last[:1].tobytes()
         app = gateway_front(client)
         rows = call(app, "/v1/rewards", {"conversations": [CHAT, "no"], "steps": True}).json

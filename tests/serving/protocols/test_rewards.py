@@ -56,6 +56,10 @@ def test_principle_that_does_not_fit_the_request_is_refused() -> None:
         ({"conversations": ["a"], "principle": "kind"}, "row 0: principle: .*raw text"),
     ]
     assert not not_refused(lambda body: ROUTE.read(parsed(ROUTE, body)), wrong)
+    flat = "conversations is a list of conversations, each a list of messages"
+    assert not not_refused(
+        lambda body: ROUTE.read(parsed(ROUTE, body)), [({"conversations": FIRST}, flat)]
+    )
     many = {**two, "principle": [["a"] * 40_000, ["b"] * 40_000]}
     with pytest.raises(RequestError, match="more than 65536 samples"):
         ROUTE.read(parsed(ROUTE, many))

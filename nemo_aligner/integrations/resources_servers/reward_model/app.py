@@ -261,7 +261,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 def _read_token(variable: str | None) -> str | None:
     """Read the bearer token; NoRewardError if the environment variable is not set."""
     if variable is not None and variable not in os.environ:
-        reason = f"server_token_variable: {variable}: it is not set in the environment"
+        reason = f"server_token_variable: environment variable {variable} is not set: export it"
         raise NoRewardError("verifier_error", reason)
     return None if variable is None else os.environ[variable].strip()
 
