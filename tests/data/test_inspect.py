@@ -90,7 +90,10 @@ def test_inspect_puts_text_around_prompts_as_training_does(
     for options, reason in (
         (("--prompt-file", system), "--prompt-file: 'Be brief.' has {} 0 times"),
         ((*files[:2], "--input-template", "{}"), "--input-template: it makes a raw text"),
-        (("--system-prompt-file", "missing"), "--system-prompt-file: missing cannot be read"),
+        (
+            ("--system-prompt-file", "missing"),
+            "--system-prompt-file: missing: there is no such file",
+        ),
     ):
         assert reason in run(VERB, path, *options, code=1).stderr
 

@@ -17,7 +17,7 @@ from hypothesis import given
 
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, messages_of, reply_of
+from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, open_file
@@ -138,7 +138,7 @@ def test_damaged_item_of_any_benchmark_is_scored_or_refused(tmp_path: Path) -> N
         return np.array([[float(len(reply_of(text)))] for text in texts], dtype=np.float32)
 
     def score_steps(texts: Sequence[Text]) -> list[StepRewards]:
-        counts = [len(messages_of(text)[-1]["content"]) for text in texts]
+        counts = [len(reply_of(text)) for text in texts]
         return [StepRewards(np.arange(count, dtype=np.float32)[:, None]) for count in counts]
 
     @fuzz_settings(ITEMS // IN_A_BATCH)

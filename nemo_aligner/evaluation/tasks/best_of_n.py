@@ -367,8 +367,8 @@ def _read_if_rewardbench(value: dict[str, Any]) -> Item:
     texts = tuple(
         build_conversation(value["messages"], reply["response"], "responses") for reply in replies
     )
-    places = {reply.get("response_id", place): place for place, reply in enumerate(replies)}
     try:
+        places = {reply.get("response_id", place): place for place, reply in enumerate(replies)}
         pairs = {
             (places[edge["chosen"]["response_id"]], places[edge["rejected"]["response_id"]]): None
             for edge in graph

@@ -54,7 +54,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 NOT_READ = (
     "ministral", "glm", "helium", "qwen3_5_text", "hunyuan_v1_dense", "gpt_neox", "starcoder2",
     "cohere", "cohere2", "apertus", "glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite",
-    "ernie4_5_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "nemotron_h",
+    "ernie4_5_moe", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "nemotron_h", "gemma4_text",
 )  # fmt: skip
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [

@@ -160,4 +160,4 @@ def test_earlier_run_by_a_built_in_template_goes_on_by_the_text_that_it_had(tmp_
     assert lines[0].startswith("0: ")
     assert f"scoring contract: {earlier.hash}" in lines[0]
     assert lines[1].startswith("1: ")
-    assert "scoring contract" in lines[1]
+    assert "model.data.template: the checkpoint has" in lines[1]
