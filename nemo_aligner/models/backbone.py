@@ -460,22 +460,15 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
         }
         is_mamba = isinstance(shape.linear_attention, Mamba2Shape)
         return ModuleSpec(module=Mamba2 if is_mamba else GatedDeltaNet, params=options)
-    if shape.latent_attention is not None:
+    if shape.latent_attention is not None or shape.gemma4 is not None:
         options = {
             "shape": shape,
             "linears": (parts.norm_linear, parts.row_linear),
             "norm": parts.other_norm,
             "core_attention": core_attention,
         }
-        return ModuleSpec(module=LatentAttention, params=options)
-    if shape.gemma4 is not None:
-        options = {
-            "shape": shape,
-            "linears": (parts.norm_linear, parts.row_linear),
-            "norm": parts.other_norm,
-            "core_attention": core_attention,
-        }
-        return ModuleSpec(module=Gemma4Attention, params=options)
+        is_latent = shape.latent_attention is not None
+        return ModuleSpec(module=LatentAttention if is_latent else Gemma4Attention, params=options)
     query_norm, key_norm = _query_key_norms(parts, shape)
     submodules = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,

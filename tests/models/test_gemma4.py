@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.gemma4 import GEMMA4
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.cpu.products import BATCH_INVARIANT_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.gemma4 import Gemma4Attention
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import freeze_lower_layers
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
@@ -28,7 +24,7 @@ from tests.checkpoint.hf.exporting import edit_tensors
 from tests.checkpoint.refusals import refusals
 from tests.harness import families
 from tests.models import layouts
-from tests.models.test_latent_attention import sequences_with
+from tests.models.test_latent_attention import check_any_pack, sequences_with
 
 every_case = pytest.mark.parametrize("case", ["gemma4", "gemma4_small"])
 
@@ -38,19 +34,7 @@ every_case = pytest.mark.parametrize("case", ["gemma4", "gemma4_small"])
 def test_gemma4_rewards_are_bit_identical_in_any_pack(
     case: str, precision: Precision, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    path = families.write_base_nemo(tmp_path / "base.nemo", case)
-    model = load_pretrained(path, layout, num_attributes=2, precision=precision).model
-    make_batch_invariant(model, BATCH_INVARIANT_ROWS)
-    for shared in (1, 31, 64, 129):
-        samples, groups = sequences_with(shared)
-        alone = infer(model, [PackedBatch.pack([sample]) for sample in samples], layout)
-        prefixed = infer(model, [PackedBatch.pack(samples, groups=groups)], layout)
-        backwards = infer(model, [PackedBatch.pack(samples[::-1])], layout)
-        assert alone is not None
-        assert prefixed is not None
-        assert backwards is not None
-        assert torch.equal(prefixed, alone), shared
-        assert torch.equal(backwards.flip(0), alone), shared
+    check_any_pack(families.write_base_nemo(tmp_path / "base.nemo", case), precision, layout)
 
 
 @every_case

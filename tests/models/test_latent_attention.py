@@ -51,13 +51,9 @@ def sequences_with(shared: int) -> tuple[list[list[int]], list[Group]]:
     return samples, groups
 
 
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-@both
-def test_latent_attention_rewards_are_bit_identical_in_any_pack(
-    case: str, precision: Precision, layout: ParallelLayout, tmp_path: Path
-) -> None:
-    path = families.write_base_nemo(tmp_path / "base.nemo", case)
-    model = load_pretrained(path, layout, num_attributes=2, precision=precision).model
+def check_any_pack(archive: Path, precision: Precision, layout: ParallelLayout) -> None:
+    """Check that rewards are bit-identical alone, with shared prefixes, and in another order."""
+    model = load_pretrained(archive, layout, num_attributes=2, precision=precision).model
     make_batch_invariant(model, BATCH_INVARIANT_ROWS)
     for shared in (1, 31, 64, 129):
         samples, groups = sequences_with(shared)
@@ -69,6 +65,14 @@ def test_latent_attention_rewards_are_bit_identical_in_any_pack(
         assert backwards is not None
         assert torch.equal(prefixed, alone), shared
         assert torch.equal(backwards.flip(0), alone), shared
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@both
+def test_latent_attention_rewards_are_bit_identical_in_any_pack(
+    case: str, precision: Precision, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    check_any_pack(families.write_base_nemo(tmp_path / "base.nemo", case), precision, layout)
 
 
 def write_scored(folder: Path, case: str, tensor_parallel: int = 1) -> Path:
