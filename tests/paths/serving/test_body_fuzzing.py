@@ -177,7 +177,11 @@ class Engine:
         return FEW_ROWS, 1
 
     async def infer(
-        self, inputs: kserve_body.Tensors, rows: int, is_probe: bool = False
+        self,
+        inputs: kserve_body.Tensors,
+        rows: int,
+        is_probe: bool = False,
+        prefix: bytes | None = None,
     ) -> ScoredRows:
         try:
             outputs = await self._endpoint.answer(inputs)
