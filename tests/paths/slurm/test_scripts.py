@@ -297,12 +297,10 @@ def test_job_of_slurm_itself_is_stopped_requeued_and_cancelled(
         job = submit(requeued)
         wait_for_lines(requeued / "metrics.jsonl", 3)
         running.run("scancel", "--signal=USR1", "--batch", job)
-        running.wait_for(job, "PENDING")
-        running.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        running.start_again(job)
         wait_for_lines(requeued / "metrics.jsonl", 10)
         running.run("scontrol", "requeue", job)
-        running.wait_for(job, "PENDING")
-        running.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        running.start_again(job)
         assert running.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED"
         assert running.job(job)["Restarts"] == "2"
         cancelled = tmp_path / "cancelled"
