@@ -119,11 +119,11 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
             train(*third, shorter, allow),
         ]
     )
-    assert "scoring contract: the checkpoint has" in resumed.stderr
+    assert "model.data.seq_length: the checkpoint has 128, this run 96. Set " in resumed.stderr
     assert "training data: the checkpoint has" not in resumed.stderr
+    assert "model.data.seq_length: 128 -> 96" in refused.stderr
     for failed in (resumed, refused):
         assert failed.returncode == 1
-        assert "model.data.seq_length: 128 -> 96" in failed.stderr
         assert "Traceback" not in failed.stderr
     assert "its own head" in done.stdout
     start, same, changed = map(read_contract, models)
