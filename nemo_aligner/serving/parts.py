@@ -202,7 +202,7 @@ class JudgePart:
         self._failed_judgments += 1
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_PAUSE_S
-            text = "%s: %d judgments failed so far, the last one because %s"
+            text = "%s: failed judgments so far: %d; the last one: %s"
             logger.warning(text, self._client.name, self._failed_judgments, failure.message)
         return failure
 
