@@ -308,8 +308,7 @@ class ComposedService(ScoringService):
         fatal = {
             row: failure
             for row, failure in failures.items()
-            if not sets_rows_aside
-            or (self._fails_requests and failure.kind in _PART_FAILURES)
+            if not sets_rows_aside or (self._fails_requests and failure.kind in _PART_FAILURES)
         }
         if not fatal:
             return

@@ -113,7 +113,8 @@ UNPAIRED = Format(
 # HelpSteer3-Principle: a response, a principle, and whether the response fulfils the principle.
 #
 # Wang et al. 2025, "RLBFF", arXiv:2509.21319, and the card of nvidia/HelpSteer3, whose spelling of
-# ``fulfilment`` this is. The reader of all formats adds the ``principle``. ``domain`` is the source.
+# ``fulfilment`` this is. The ``principle`` is added as to records of all formats. ``domain`` is the
+# source.
 
 _FULFILMENTS = {"Yes": 1.0, "No": 0.0}
 

@@ -132,7 +132,8 @@ def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> N
     assert "it answers HTTP 401: 'no'" in str(outcome)
     assert (client.counts["judge_calls"], client.counts["judge_rejected"]) == (1, 1)
     outcome, client = judged(FakeJudge(), "malformed 4", "2", temperature=0.0)
-    assert isinstance(outcome, JudgeError) and not outcome.is_temporary
+    assert isinstance(outcome, JudgeError)
+    assert not outcome.is_temporary
     assert client.counts["judge_calls"] == 1  # without sampling, it would answer the same again
 
     async def probe() -> list[str | None]:

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 # In a checkout, Gym puts the folder of all resources_servers on the path; where Gym is installed
 # from PyPI, it puts only this folder there.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from resources_servers.reward_model.servers import (  # noqa: E402
+from resources_servers.reward_model.servers import (
     NoRewardError,
     RewardServers,
     StartedServer,
