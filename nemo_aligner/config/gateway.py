@@ -103,9 +103,9 @@ class JudgeConfig:
             checks.require_one_token("token")
             checks.require_positive("repeats", "max_tokens", "max_connections", "timeout_s")
             checks.require_not_negative("temperature", "retries")
-            own = {"model", "messages", "stream", "n", "temperature", "max_tokens"}
-            expected = f"other fields than {', '.join(sorted(own))}"
-            checks.require(not own & set(self.fields), "fields", expected)
+            set_here = {"model", "messages", "stream", "n", "temperature", "max_tokens"}
+            expected = f"other fields than {', '.join(sorted(set_here))}"
+            checks.require(not set_here & set(self.fields), "fields", expected)
 
 
 class CombineKind(Enum):
