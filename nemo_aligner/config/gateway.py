@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import isfinite
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nemo_aligner.config.common import Checks, IdleRule, setting
 from nemo_aligner.config.serving import FrontConfig, without_log
@@ -90,6 +90,9 @@ class JudgeConfig:
     max_connections: int = setting(64, "maximum concurrent requests to the judge")
     timeout_s: float = setting(120.0, "seconds until a request to the judge counts as failed")
     retries: int = setting(3, "further attempts after a failed request or unusable answer")
+    fields: dict[str, Any] = setting(
+        {}, "more fields of each request, such as seed or chat_template_kwargs"
+    )
 
     def __post_init__(self) -> None:
         with Checks("judge", self) as checks:
@@ -100,6 +103,9 @@ class JudgeConfig:
             checks.require_one_token("token")
             checks.require_positive("repeats", "max_tokens", "max_connections", "timeout_s")
             checks.require_not_negative("temperature", "retries")
+            set_here = {"model", "messages", "stream", "n", "temperature", "max_tokens"}
+            expected = f"other fields than {', '.join(sorted(set_here))}"
+            checks.require(not set_here & set(self.fields), "fields", expected)
 
 
 class CombineKind(Enum):
@@ -130,7 +136,7 @@ class CombineConfig:
     gate_part: str = setting(MODEL_PART, "with gate: part that every sample gets")
     gate_margin: float = setting(1.0, "with gate: margin of gate_part below which all parts count")
     fail_requests: bool = setting(
-        False, "answer 503 to a whole request if a part fails for one of its rows"
+        False, "reject a whole request if a part fails for one of its rows"
     )
 
     def check(self, checks: Checks, parts: Collection[str]) -> None:

@@ -21,8 +21,8 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
 _DEFAULT_SPLIT = "train"
-# ORGANIZATION/NAME or ORGANIZATION/NAME:SPLIT
-_NAME = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")
+# ORGANIZATION/NAME, ORGANIZATION/NAME:SPLIT or ORGANIZATION/NAME:SUBSET:SPLIT
+_NAME = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))??(?::([\w.-]+))?")
 # With one of these endings, a missing file is a misspelled path, for which the hub is not queried.
 _OF_FILES = (
     ".json", ".jsonl", ".parquet", ".arrow", ".feather", ".csv", ".tsv", ".txt", ".yaml", ".gz",
@@ -41,7 +41,8 @@ def local_file(path: str) -> str:
     A data set is downloaded once. A later revision is downloaded only after its file was removed.
 
     Args:
-        path: a file, or ``ORGANIZATION/NAME`` with an optional ``:SPLIT``; by default ``train``.
+        path: a file, or ``ORGANIZATION/NAME`` with an optional ``:SPLIT``, by default ``train``, or
+            ``:SUBSET:SPLIT``.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the cache cannot be written.
@@ -50,26 +51,33 @@ def local_file(path: str) -> str:
     named = _NAME.fullmatch(path)
     if named is None or path.endswith(_OF_FILES) or Path(path).exists():
         return path
-    name, split = named[1], named[2] or _DEFAULT_SPLIT
+    name, subset, split = named[1], named[2], named[3] or _DEFAULT_SPLIT
     if Path(name).parent.is_dir():
         return path
-    file = cache_folder() / "data" / f"{name.replace('/', '--')}-{split}.jsonl"
-    return str(cached_file(file, f"{name}, split {split}", partial(_download, name, split)))
+    parts = [name.replace("/", "--"), *([] if subset is None else [subset]), split]
+    file = cache_folder() / "data" / f"{'-'.join(parts)}.jsonl"
+    described = _describe(name, subset, split)
+    return str(cached_file(file, described, partial(_download, name, subset, split)))
 
 
-def _download(name: str, split: str, output: Path) -> None:
+def _describe(name: str, subset: str | None, split: str) -> str:
+    return f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
+
+
+def _download(name: str, subset: str | None, split: str, output: Path) -> None:
     # Import the package before the message: a name that is a misspelled path is more likely.
     _import_datasets(f"there is no file {name}; as a name of the hub it needs")
-    say(f"downloading {name}, split {split}, from the Hugging Face hub ...")
+    described = _describe(name, subset, split)
+    say(f"downloading {described}, from the Hugging Face hub ...")
     try:
-        count = fetch(name, output, split)
+        count = fetch(name, output, split, subset)
     except DataError as error:
         raise DataError(
             f"{error}. There is no file of this name either. Correct the name; without a network, "
             "run `nemo-aligner data fetch` where there is one, and use its file"
         ) from error
     if count == 0:
-        raise DataError(f"{name}, split {split}: it has no rows. Choose another split")
+        raise DataError(f"{described}: it has no rows. Choose another split")
 
 
 def _import_datasets(need: str) -> Any:
@@ -112,7 +120,7 @@ def fetch(
     """
     datasets = _import_datasets("data sets of the hub need")
     datasets.disable_progress_bars()
-    described = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
+    described = _describe(name, subset, split)
     part = output.with_name(f"{output.name}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""Copy the reward model environment into a checkout of NeMo Gym.
+"""Copy the reward model environment into a folder where NeMo Gym finds it.
 
-Usage: ``python -m nemo_aligner.integrations.nemo_gym GYM``; GYM is the folder of the checkout.
+Usage: ``python -m nemo_aligner.integrations.nemo_gym PATH``; PATH is a checkout of Gym, or any
+folder in which the command ``gym`` of the package ``nemo-gym`` is run.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ _FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 
 
 def drop_in(gym: Path) -> Path:
-    """Copy this package's environment into a checkout of NeMo Gym, and return its folder there.
+    """Copy this package's environment into ``resources_servers`` of a folder; return its folder.
 
     Raises:
-        ConfigError: ``gym`` is not a checkout, or has the environment already.
+        ConfigError: there is no folder ``gym``, or it has the environment already.
     """
-    servers = gym / "resources_servers"
-    if not servers.is_dir():
+    if not gym.is_dir():
         raise ConfigError(
-            f"{gym}: it has no folder resources_servers; wanted a checkout of NeMo Gym"
+            f"{gym}: there is no such folder; wanted a checkout of NeMo Gym, or the folder in "
+            "which you run gym"
         )
-    target = servers / _FILES.name
+    target = gym / "resources_servers" / _FILES.name
     if target.exists():
         raise ConfigError(f"{target} exists already; remove it to copy it again")
     shutil.copytree(_FILES, target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -38,9 +39,9 @@ def drop_in(gym: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m nemo_aligner.integrations.nemo_gym",
-        description="Copy the environment of a reward model into NeMo Gym.",
+        description="Copy the environment of a reward model to where NeMo Gym finds it.",
     )
-    parser.add_argument("gym", type=Path, help="a checkout of NeMo Gym")
+    parser.add_argument("gym", type=Path, help="a checkout of NeMo Gym, or where you run gym")
     try:
         folder = drop_in(parser.parse_args().gym)
     except ConfigError as error:

@@ -32,6 +32,7 @@ from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 _REWARD = "reward"
 # When to send a request again whose judge or function has failed, in seconds.
 _RETRY_AFTER_S = 1
+_PART_FAILURES = (FailureKind.unscored, FailureKind.unreachable)
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,7 @@ class ComposedService(ScoringService):
         fatal = {
             row: failure
             for row, failure in failures.items()
-            if not sets_rows_aside
-            or (self._fails_requests and failure.kind is FailureKind.unreachable)
+            if not sets_rows_aside or (self._fails_requests and failure.kind in _PART_FAILURES)
         }
         if not fatal:
             return

@@ -49,6 +49,8 @@ class FailureKind(Enum):
     )
     unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
     too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
+    # A judge or function next to the model has no score for the row, and would have none again.
+    unscored = (400, (), "INVALID_ARG", "BadRequestError", "Validation", "judge_failed", "skip")
     # The server is full (busy), or does not answer (unreachable). Both are temporary, so the status
     # is the same. Only after unreachable, a client needs a new handshake before it sends more.
     busy = (

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -28,10 +30,13 @@ from nemo_aligner.contract.messages import (
     prompt_of,
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
-from nemo_aligner.serving.engine.timed_threads import TimedThreads
+from nemo_aligner.serving.engine.timed_threads import TimedThreads, TooSlowError
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ConfigError, ServingError, one_line, shown
 
+logger = logging.getLogger(__name__)
+# Seconds between two warnings about failed judgments.
+_WARNING_PAUSE_S = 60.0
 # Threads that call functions. A thread that is busy for longer than 0.25 s gets a replacement.
 _FUNCTION_THREADS = 2
 # Most judgments of one request. With all pairs, their number grows with the square of the rows.
@@ -45,7 +50,8 @@ class PartScores:
     Attributes:
         values: ``[N]`` float64; NaN for each sample in ``failures``.
         failures: why a sample has no score, by its number. The kind is ``bad_request`` if the
-            sample cannot be scored, ``unreachable`` if the part has failed.
+            sample cannot be scored, ``unscored`` if the part has no score for it, and
+            ``unreachable`` if the part is gone or too slow.
         comparisons: of a pairwise judge: each judgment, in the form of NeMo Gym's
             ``comparison_results``, with numbers of samples.
     """
@@ -102,8 +108,10 @@ class JudgePart:
     def __init__(self, client: JudgeClient, config: JudgeConfig, timeout_s: float) -> None:
         """Score by ``client``; a judgment takes at most ``timeout_s``, with waiting and retries."""
         self._client, self._config, self._timeout_s = client, config, timeout_s
-        self._masked_rows = 0
-        names = ("model", "task", "prompt", "pairs", "repeats", "principle")
+        self._masked_rows = self._failed_judgments = 0
+        self._next_warning = 0.0
+        names = ["model", "task", "prompt", "pairs", "repeats", "principle"]
+        names += ["fields"] if config.fields else []
         values = {name: getattr(config, name) for name in names}
         self.rules = {name: getattr(value, "value", value) for name, value in values.items()}
 
@@ -173,7 +181,9 @@ class JudgePart:
             return combinations(numbers, 2)
         return zip(numbers, [*numbers[1:], numbers[0]], strict=True)
 
-    async def _judge(self, samples: Sequence[Text], task: tuple[int, ...]) -> Verdict | str:
+    async def _judge(
+        self, samples: Sequence[Text], task: tuple[int, ...]
+    ) -> Verdict | RequestError:
         """Return the verdict on the samples of a task, or why there is none."""
         responses = [messages_of(samples[number])[-1] for number in task]
         first = samples[task[0]]
@@ -181,14 +191,25 @@ class JudgePart:
         try:
             return await asyncio.wait_for(judging, self._timeout_s)
         except JudgeError as error:
-            return one_line(error)
+            kind = FailureKind.unreachable if error.is_temporary else FailureKind.unscored
+            return self._note_failure(RequestError(one_line(error), kind))
         except asyncio.TimeoutError:
-            return f"no verdict within {self._timeout_s:g} s (gateway.timeout_s)"
+            text = f"no verdict within {self._timeout_s:g} s (gateway.timeout_s)"
+            return self._note_failure(RequestError(text, FailureKind.unreachable))
+
+    def _note_failure(self, failure: RequestError) -> RequestError:
+        """Log a failed judgment, but at most one every ``_WARNING_PAUSE_S``."""
+        self._failed_judgments += 1
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + _WARNING_PAUSE_S
+            text = "%s: failed judgments so far: %d; the last one: %s"
+            logger.warning(text, self._client.name, self._failed_judgments, failure.message)
+        return failure
 
     def _collect(
         self,
         tasks: Sequence[tuple[int, ...]],
-        outcomes: Sequence[Verdict | str],
+        outcomes: Sequence[Verdict | RequestError],
         scores: PartScores,
     ) -> None:
         """Set the mean score of each sample; a sample with a failed judgment gets none.
@@ -198,10 +219,9 @@ class JudgePart:
         """
         rewards: dict[int, list[float]] = defaultdict(list)
         for index, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
-            if isinstance(outcome, str):
+            if isinstance(outcome, RequestError):
                 for number in task:
-                    failure = RequestError(outcome, FailureKind.unreachable)
-                    scores.failures.setdefault(number, failure)
+                    scores.failures.setdefault(number, outcome)
                 continue
             for number, reward in zip(task, outcome.rewards, strict=True):
                 rewards[number].append(reward)
@@ -232,6 +252,7 @@ class FunctionPart:
 
     The function gets a list of ``{"messages": [...]}`` (with ``tools`` and ``documents`` if there
     are any) and ``{"text": ...}``. It returns a number for each; None or NaN means no score.
+    After an ``OSError``, such as of a service that it calls, the same samples may be sent again.
     """
 
     def __init__(self, name: str, location: str, timeout_s: float) -> None:
@@ -261,15 +282,15 @@ class FunctionPart:
             text = one_line(error) if isinstance(error, ServingError) else one_line(repr(error))
             reasons = dict.fromkeys(range(len(samples)), text)
             values = np.full(len(samples), np.nan)
+            is_temporary = isinstance(error, TooSlowError | OSError)
         else:
+            is_temporary = False
             missing = np.flatnonzero(~np.isfinite(values))
             reasons = {int(number): "the function returned no number" for number in missing}
             values[missing] = np.nan
         self._counts["masked_rows"] += len(reasons)
-        failures = {
-            number: RequestError(reason, FailureKind.unreachable)
-            for number, reason in reasons.items()
-        }
+        kind = FailureKind.unreachable if is_temporary else FailureKind.unscored
+        failures = {number: RequestError(reason, kind) for number, reason in reasons.items()}
         return PartScores(values, failures)
 
     async def probe(self) -> dict[str, str | None]:

@@ -120,7 +120,7 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
         (),
         {
             *under("judge", "token_file token_variable task prompt pairs repeats principle"),
-            *under("judge", "temperature max_tokens max_connections timeout_s retries"),
+            *under("judge", "temperature max_tokens max_connections timeout_s retries fields"),
             *under("combine", "gate_part gate_margin fail_requests"),
             "function_timeout_s",
         },

@@ -16,11 +16,11 @@ from tests.data.files import rows_of
 
 @dataclass
 class FakeHub:
-    """The hub: ``requests`` are the names and splits that were loaded."""
+    """The hub: ``requests`` are the names, subsets (if any) and splits that were loaded."""
 
     path: Path
     problem: Exception | None = None
-    requests: list[tuple[str, str]] = field(default_factory=list)
+    requests: list[tuple[str, ...]] = field(default_factory=list)
 
     def put_into(self, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
         module = ModuleType("datasets")
@@ -29,8 +29,8 @@ class FakeHub:
         monkeypatch.setitem(sys.modules, "datasets", module)
         return self
 
-    def _load(self, name: str, subset: None, *, split: str, **_: Any) -> Iterator[Any]:
-        self.requests.append((name, split))
+    def _load(self, name: str, subset: str | None, *, split: str, **_: Any) -> Iterator[Any]:
+        self.requests.append((name, *([] if subset is None else [subset]), split))
         if self.problem is not None:
             raise self.problem
         return iter(rows_of(self.path))

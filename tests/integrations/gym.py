@@ -34,8 +34,7 @@ def gym_python() -> Path:
 
 
 def gym_folder(folder: Path) -> Path:
-    """A folder like a checkout of Gym that has only the resources server."""
-    (folder / "resources_servers").mkdir(parents=True)
+    """A folder in which a user of the package runs Gym, with the resources server."""
     drop_in(folder)
     return folder
 
@@ -55,7 +54,11 @@ def run(
 
 @contextlib.contextmanager
 def environment_server(python: Path, folder: Path, **options: Any) -> Iterator[str]:
-    """The URL of the resources server, started like Gym does: ``app.py`` and a config."""
+    """The URL of the resources server, started like Gym does: ``app.py`` and a config.
+
+    Like ``gym env start`` of the package (``run_command`` in ``nemo_gym/cli/setup_command.py``), it
+    puts only the server's own folder on the path.
+    """
     port, head = free_port(), {"host": "127.0.0.1", "port": free_port()}
     served = {"entrypoint": "app.py", "domain": "rlhf", "host": "127.0.0.1", "port": port}
     config = {
@@ -63,8 +66,9 @@ def environment_server(python: Path, folder: Path, **options: Any) -> Iterator[s
         "dry_run": False,
         "reward_model": {"resources_servers": {"reward_model": {**served, **options}}},
     }
+    server = folder / "resources_servers" / "reward_model"
     environment = {
-        **_environment(folder),
+        **_environment(server),
         "NEMO_GYM_CONFIG_DICT": json.dumps(config),
         "NEMO_GYM_CONFIG_PATH": "reward_model",
     }
@@ -72,7 +76,7 @@ def environment_server(python: Path, folder: Path, **options: Any) -> Iterator[s
     with log.open("wb") as output:
         process = subprocess.Popen(
             [str(python), "app.py"],
-            cwd=folder / "resources_servers" / "reward_model",
+            cwd=server,
             env=environment,
             stdout=output,
             stderr=output,
@@ -98,11 +102,11 @@ def verify(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.load(answer)
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(python_path: Path) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return {
         **kept,
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": str(python_path),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

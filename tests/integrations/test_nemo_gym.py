@@ -105,9 +105,8 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="wanted a checkout of NeMo Gym"):
-        drop_in(tmp_path)
-    (tmp_path / "resources_servers").mkdir()
+    with pytest.raises(ConfigError, match="no such folder; wanted a checkout of NeMo Gym"):
+        drop_in(tmp_path / "gone")
     target = drop_in(tmp_path)
     assert target == tmp_path / "resources_servers" / "reward_model"
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}

@@ -17,7 +17,8 @@ from typing import Any
 from aiohttp import web
 
 MODES = ("slow", "malformed", "outside", "refuses", "filtered", "dies", "broken", "busy", "endless")
-MODES += ("nothing", "html", "forbidden", "cut")
+MODES += ("nothing", "html", "forbidden", "cut", "long", "drafts")
+DRAFT = '{"score_1": 1, "score_2": 5, "ranking": 6}'
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3}
 
 
@@ -80,6 +81,9 @@ class FakeJudge:
             while True:
                 await stream.write(b" " * 2**16)
                 await asyncio.sleep(0)
+        if mode == "long":  # as vLLM answers a prompt beyond its longest sequence
+            error = {"message": "The prompt is too long.", "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": error}, status=400)
         statuses = {"broken": 500, "busy": 429, "forbidden": 401}
         if mode in statuses:
             headers = {"Retry-After": "0.01"} if mode == "busy" else {}
@@ -91,7 +95,8 @@ class FakeJudge:
             "outside": completion('{"score_1": 9, "score_2": 3, "ranking": 2}'),
             "refuses": completion(None, refusal="I will not"),
             "filtered": completion("", reason="content_filter"),
-            "cut": completion('{"score_1": 4, "sco', reason="length"),
+            "cut": completion(f"<think>First {DRAFT}, but", reason="length"),
+            "drafts": completion(f"<think>Maybe {DRAFT}. No.</think>I cannot tell."),
             "nothing": {"choices": []},
         }
         return web.json_response(contents.get(mode))

@@ -75,6 +75,7 @@ from nemo_aligner.data.formats.rankings import (
     ULTRAFEEDBACK,
 )
 from nemo_aligner.data.formats.ratings import (
+    HELPSTEER3_PRINCIPLE,
     LABELLED_TURNS,
     MATH_SHEPHERD,
     PRM800K,
@@ -140,6 +141,7 @@ FORMATS: dict[str, Format] = {
         MATH_SHEPHERD,
         PRM800K,
         LABELLED_TURNS,
+        HELPSTEER3_PRINCIPLE,
     )
 }
 

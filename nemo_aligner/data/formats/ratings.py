@@ -110,6 +110,45 @@ UNPAIRED = Format(
 )
 
 
+# HelpSteer3-Principle: a response, a principle, and whether the response fulfils the principle.
+#
+# Wang et al. 2025, "RLBFF", arXiv:2509.21319, and the card of nvidia/HelpSteer3, whose spelling of
+# ``fulfilment`` this is. The ``principle`` is added as to records of all formats. ``domain`` is the
+# source.
+
+_FULFILMENTS = {"Yes": 1.0, "No": 0.0}
+
+
+def _parse_helpsteer3_principle(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Rating:
+    value = values[0]
+    fulfilment = value["fulfilment"]
+    if not isinstance(fulfilment, str) or fulfilment not in _FULFILMENTS:
+        raise DataError(f"fulfilment: got {shown(fulfilment)}, wanted Yes or No")
+    labels = _read_step_labels(_FULFILMENTS[fulfilment], "fulfilment", columns)
+    conversation = read_conversation(value["context"], value["response"], "response", "context")
+    return Rating(conversation, labels, origin, read_source(value.get("domain")))
+
+
+HELPSTEER3_PRINCIPLE = Format(
+    name="helpsteer3_principle",
+    kind=RecordKind.rating,
+    matches=has("context", "response", "principle", "fulfilment"),
+    wanted="'context', 'response', 'principle' and 'fulfilment', Yes or No",
+    parse=_parse_helpsteer3_principle,
+    sample=(
+        {
+            "domain": "stem",
+            "context": [{"role": "user", "content": "2+2?"}],
+            "response": "4",
+            "principle": "correctness",
+            "fulfilment": "Yes",
+        },
+    ),
+)
+
+
 # Labels of one step, in the order of the label columns; None where a label is missing.
 
 Labels = tuple[float | None, ...]

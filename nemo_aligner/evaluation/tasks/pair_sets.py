@@ -389,7 +389,7 @@ def _read_call(call: Any) -> dict[str, Any] | None:
 
 FC_REWARDBENCH = Task(
     name="fc_rewardbench",
-    file="ibm-research/fc-reward-bench",
+    file="ibm-research/fc-reward-bench, split data",
     read=_read_fc_rewardbench,
     judge=first_is_above,
     summarise=build_pair_rows,

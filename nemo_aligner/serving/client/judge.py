@@ -31,6 +31,7 @@ _LAST_RANK = 6.0
 # Most bytes of an answer, and most characters at its end in which a verdict is looked for. Most
 # opening braces that are tried as the beginning of a JSON object.
 _MOST_BYTES, _MOST_CHARACTERS, _MOST_BRACES = 2**23, 2**16, 1000
+_SHOWN_CHARACTERS = 300  # of an error of the judge's server
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _PROBE_S = 5.0
 _EMPTY = "None"  # Gym's text of an empty response
@@ -90,6 +91,11 @@ class JudgeError(ServingError):
         super().__init__(message)
         self.count, self.is_final, self.pause_s = count, is_final, pause_s
 
+    @property
+    def is_temporary(self) -> bool:
+        """Tell whether the judge may give a verdict later: it is gone, busy or slow."""
+        return self.count in ("judge_slow", "judge_unreachable")
+
 
 class JudgeClient:
     """Sends responses to a judge, and reads its verdicts; must be used in a single event loop.
@@ -127,6 +133,7 @@ class JudgeClient:
             "messages": self._write_messages(conversation, responses, principle),
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
+            **self._config.fields,
         }
         for attempt in range(self._config.retries + 1):
             try:
@@ -134,7 +141,9 @@ class JudgeClient:
                     return await self._attempt(body, len(responses))
             except JudgeError as error:
                 self.counts[error.count] += 1
-                if error.is_final or attempt == self._config.retries:
+                # Without sampling, an unusable answer would be the same again.
+                is_same = self._config.temperature == 0 and not error.is_temporary
+                if error.is_final or is_same or attempt == self._config.retries:
                     raise
                 pause_s = error.pause_s or _FIRST_PAUSE_S * 2**attempt
             # The slot is free during the pause, so that other requests do not wait for it.
@@ -223,9 +232,14 @@ class JudgeClient:
         if refusal or reason == "content_filter":
             cause = f"it refuses to answer: {one_line(refusal or reason)}"
             raise JudgeError(cause, "judge_refusals")
+        if reason == "length":
+            # Scores in it may be a draft: a part of its reasoning, or of an unfinished sentence.
+            cause = f"its answer is cut off (judge.max_tokens={self._config.max_tokens})"
+            raise JudgeError(cause, "judge_malformed")
         if not isinstance(text, str):
             raise JudgeError(f"its answer has no text ({reason})", "judge_malformed")
-        return text
+        # Servers without a reasoning parser leave the reasoning in the text.
+        return text.rpartition("</think>")[2]
 
     def _count_tokens(self, usage: Any) -> None:
         for name in ("prompt_tokens", "completion_tokens"):
@@ -250,7 +264,7 @@ class JudgeClient:
 
 
 def _status_error(status: int, headers: Mapping[str, str], content: bytes) -> JudgeError:
-    shown = one_line(content[:200].decode(errors="replace"))
+    shown = one_line(_read_error(content)[:_SHOWN_CHARACTERS])
     is_final = 400 <= status < 500 and status not in (408, 425, 429)
     return JudgeError(
         f"it answers HTTP {status}: {shown!r}",
@@ -258,6 +272,17 @@ def _status_error(status: int, headers: Mapping[str, str], content: bytes) -> Ju
         is_final,
         retry_after("", headers.get("Retry-After", "")),
     )
+
+
+def _read_error(content: bytes) -> str:
+    """Return the message of an error in OpenAI's form, or all of the content."""
+    text = content.decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+        message = error["message"] if isinstance(error, dict) else error
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return text
+    return message if isinstance(message, str) else text
 
 
 def _shown_text(response: Message) -> str:

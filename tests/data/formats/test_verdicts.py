@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import prompt_of, reply_of
+from nemo_aligner.contract.messages import principle_of, prompt_of, reply_of
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
@@ -222,5 +222,29 @@ def test_unpaired_labels_rate_one_reply(tmp_path: Path) -> None:
         ({**good, "label": "yes"}, r":1: label: got 'yes', wanted a number"),
         ({**good, "completion": None}, r":1: completion: got None, wanted a string"),
         ({"messages": talk("why"), "completion": "so", "label": True}, r":1: messages: .*'user'"),
+    ]
+    assert_refused(lambda record: read(tmp_path, record, **rated), cases, DataError)
+
+
+def test_fulfilment_of_a_principle_rates_a_reply_by_it(tmp_path: Path) -> None:
+    """The columns, and their spelling, are those of the card of nvidia/HelpSteer3."""
+    row: dict[str, Any] = {
+        "domain": "stem",
+        "language": "english",
+        "context": talk("why"),
+        "response": "because",
+        "principle": "clarity",
+        "fulfilment": "Yes",
+    }
+    rated: dict[str, Any] = {"kind": RecordKind.rating, "attributes": ["fulfilment"]}
+    file = read(tmp_path, row, {**row, "principle": "brevity", "fulfilment": "No"}, **rated)
+    assert file.format == "helpsteer3_principle"
+    assert [rating.labels for rating in file.records] == [(1.0,), (0.0,)]
+    assert [principle_of(rating.response) for rating in file.records] == ["clarity", "brevity"]
+    assert [rating.source for rating in file.records] == ["stem"] * 2
+    assert [reply_of(rating.response) for rating in file.records] == ["because"] * 2
+    cases = [
+        ({**row, "fulfilment": True}, r":1: fulfilment: got True, wanted Yes or No"),
+        ({**row, "fulfilment": "Maybe"}, r":1: fulfilment: got 'Maybe', wanted Yes or No"),
     ]
     assert_refused(lambda record: read(tmp_path, record, **rated), cases, DataError)

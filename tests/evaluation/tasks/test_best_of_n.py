@@ -154,22 +154,27 @@ def rmb_record(number: int) -> dict[str, Any]:
     return {**listed, "conversation_input": [turn], "category_path": f"BoN_set/{goal}"}
 
 
+RMB_FIGURES = {
+    "Pairwise_set/Helpfulness": 0.46153846153846156,
+    "Pairwise_set/Harmlessness": 0.3333333333333333,
+    "BoN_set/Helpfulness": 0.15384615384615385,
+    "BoN_set/Harmlessness": 0.16666666666666666,
+}
+
+
 def test_rmb_has_the_figures_of_its_scripts_on_50_items(tmp_path: Path) -> None:
-    """A pair is right if ``chosen > rejected``, a list if all its pairs are; ties are wrong."""
+    """A pair is right if ``chosen > rejected``, a list if all its pairs are; ties are wrong.
+
+    The figures are those that ``my_run_rm.py`` of Zhou-Zoey/RMB-Reward-Model-Benchmark (2be3180)
+    prints for the two files of pairs, and ``run_rm_bestofn.py`` of RM-R1-UIUC/RM-R1 (d4c2542) for
+    the two of lists, of which RMB's repository has no script. Both ran unchanged on these records,
+    with a model whose reward is the digit. A random Llama reward model had the same rewards and
+    verdicts there and here.
+    """
     records = [rmb_record(number) for number in range(50)]
     report = run_task(TASKS["rmb"], write(tmp_path / "r.jsonl", records), source_of(by_number))
-    verdicts: dict[str, list[bool]] = {}
-    for record in records:
-        best, others = (
-            (record["chosen"], [record["reject"]])
-            if "reject" in record
-            else (record["bon_best"], record["loser_list"])
-        )
-        results = [int(best["answer"]) > int(other["answer"]) for other in others]
-        name = "/".join(record["category_path"].split("/")[:2])
-        verdicts.setdefault(name, []).append(all(results))
-    shares = {name: np.mean(results) for name, results in verdicts.items()}
-    assert {name: report.metrics[name] for name in shares} == pytest.approx(shares)
-    assert report.metrics["BoN_set/Harmlessness/S1"] == report.metrics["BoN_set/Harmlessness"]
-    assert report.accuracy == pytest.approx(np.mean([*shares.values()]))
-    assert 0.2 < report.accuracy < 0.6
+    assert {name: report.metrics[name] for name in RMB_FIGURES} == RMB_FIGURES
+    categories = {name: report.metrics[name] for name in report.metrics if name.count("/") > 1}
+    assert categories == {name: RMB_FIGURES["/".join(name.split("/")[:2])] for name in categories}
+    assert len(categories) == 4
+    assert report.accuracy == np.mean([*RMB_FIGURES.values()])

@@ -46,7 +46,8 @@ def judged(
 
 def test_messages_have_the_roles_of_genrm_or_one_instruction() -> None:
     fake = FakeJudge()
-    outcome, client = judged(fake, "b 4", "a 2", token="s3cret", principle="Be kind.")
+    more = {"principle": "Be kind.", "fields": {"seed": 7}}
+    outcome, client = judged(fake, "b 4", "a 2", token="s3cret", **more)
     assert outcome == Verdict((4.0, 2.0), 2.0)
     (body,), (headers,) = fake.requests, fake.headers
     assert body["messages"] == [
@@ -56,6 +57,7 @@ def test_messages_have_the_roles_of_genrm_or_one_instruction() -> None:
         {"role": "response_2", "content": "a 2"},
     ]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("j", 0.6, 16384)
+    assert body["seed"] == 7
     assert headers["Authorization"] == "Bearer s3cret"
     assert client.counts.pop("judge_seconds") > 0
     assert client.counts == {
@@ -98,7 +100,8 @@ def test_judge_sees_tool_calls_of_a_response_and_not_its_reasoning() -> None:
         ("slow", "judge_slow", "no answer within 0.2 s (judge.timeout_s)"),
         ("malformed", "judge_malformed", "its answer has no scores: 'Both are fine.'"),
         ("outside", "judge_malformed", "its answer has no scores"),
-        ("cut", "judge_malformed", "its answer has no scores"),
+        ("cut", "judge_malformed", "its answer is cut off (judge.max_tokens=16384)"),
+        ("drafts", "judge_malformed", "its answer has no scores: 'I cannot tell.'"),
         ("nothing", "judge_malformed", "its answer is no chat completion"),
         ("html", "judge_malformed", "its answer is no chat completion: '<html>'"),
         ("endless", "judge_malformed", "its answer has more than 8388608 bytes"),
@@ -128,6 +131,10 @@ def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> N
     assert isinstance(outcome, JudgeError)
     assert "it answers HTTP 401: 'no'" in str(outcome)
     assert (client.counts["judge_calls"], client.counts["judge_rejected"]) == (1, 1)
+    outcome, client = judged(FakeJudge(), "malformed 4", "2", temperature=0.0)
+    assert isinstance(outcome, JudgeError)
+    assert not outcome.is_temporary
+    assert client.counts["judge_calls"] == 1  # without sampling, it would answer the same again
 
     async def probe() -> list[str | None]:
         fake = FakeJudge()

@@ -59,6 +59,7 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
         "bad request": 400,
         "unauthorized": 401,
         "too large": 413,
+        "unscored": 400,
         "busy": 503,
         "unreachable": 503,
         "internal": 500,

@@ -207,6 +207,7 @@ def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply()
 def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sender_did() -> None:
     body = rollout("a", said("b"))
     names = {
+        FailureKind.unscored: "judge_failed",
         FailureKind.busy: "transport_unreachable",
         FailureKind.unreachable: "transport_unreachable",
     }

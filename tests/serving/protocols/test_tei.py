@@ -98,6 +98,7 @@ def test_tei_errors_have_its_types() -> None:
         "bad_request": "Validation",
         "unauthorized": "Validation",
         "too_large": "Validation",
+        "unscored": "Validation",
         "busy": "Overloaded",
         "unreachable": "Unhealthy",
         "internal": "Backend",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nemo_gym.base_resources_server import (
@@ -20,7 +22,15 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
-from resources_servers.reward_model.servers import NoRewardError, RewardServers, StartedServer
+
+# In a checkout, Gym puts the folder of all resources_servers on the path; where Gym is installed
+# from PyPI, it puts only this folder there.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from resources_servers.reward_model.servers import (
+    NoRewardError,
+    RewardServers,
+    StartedServer,
+)
 
 # The server's failure kind for a rejected reply. The prefix marks kinds that Gym does not define.
 REFUSED = "reward_model:refused_text"
