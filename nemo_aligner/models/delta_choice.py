@@ -45,8 +45,9 @@ def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelSha
             try_kernel(kernel, layer.shape, layer.key_heads, dtype, device)
     except Exception as error:
         raise _rejected(f"its trial failed: {one_line(error)}") from error
-    for module in (model, *layers):
-        module.delta_kernel = kernel
+    model.delta_kernel = kernel
+    for layer in layers:
+        layer.delta_kernel = kernel
 
 
 def check_delta_choice(
