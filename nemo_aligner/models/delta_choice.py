@@ -141,8 +141,8 @@ def deviations(
         results.append((output.detach(), *gradients))
     names = ("output", *(f"gradient of {field}" for field in Inputs._fields))
     return {
-        name: float((found - expected).norm() / expected.norm())
-        for name, expected, found in zip(names, *results, strict=True)
+        name: float((result - expected).norm() / expected.norm())
+        for name, expected, result in zip(names, *results, strict=True)
     }
 
 

@@ -100,8 +100,8 @@ def layer_deviations(kernel: FlashDelta) -> dict[str, float]:
         (output * factors).sum().backward()
         results.append([output.detach(), *(tensor.grad for tensor in (mixed, *weights))])
     return {
-        name: float((found - expected).abs().max() / expected.abs().max())
-        for name, expected, found in zip(("output", "mixed", *names), *results, strict=True)
+        name: float((result - expected).abs().max() / expected.abs().max())
+        for name, expected, result in zip(("output", "mixed", *names), *results, strict=True)
     }
 
 
