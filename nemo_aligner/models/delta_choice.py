@@ -101,7 +101,7 @@ def try_kernel(
     Raises:
         RuntimeError: an output or a gradient differs by more than rounding explains.
     """
-    for name, deviation in deviations(kernel, shape, key_heads, dtype, device).items():
+    for name, deviation in measure_deviations(kernel, shape, key_heads, dtype, device).items():
         if not deviation <= _MAX_DEVIATION:  # also if it is NaN
             raise RuntimeError(
                 f"its {name} deviates from torch's by {deviation:.2g} of the root mean square, "
@@ -109,7 +109,7 @@ def try_kernel(
             )
 
 
-def deviations(
+def measure_deviations(
     kernel: FlashDelta,
     shape: LinearAttentionShape,
     key_heads: int,
