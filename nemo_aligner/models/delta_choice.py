@@ -44,7 +44,7 @@ def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelSha
         for layer in layers[:1]:  # all have the same sizes; a pipeline stage may have none
             try_kernel(kernel, layer.shape, layer.key_heads, dtype, device)
     except Exception as error:
-        raise _rejected(f"its trial failed: {one_line(error)}") from error
+        raise _make_error(f"its trial failed: {one_line(error)}") from error
     model.delta_kernel = kernel
     for layer in layers:
         layer.delta_kernel = kernel
@@ -75,10 +75,10 @@ def check_delta_choice(
     elif find_spec("fla") is None or find_spec("triton") is None:
         reason = "it is not installed (pip install 'megatron-reward[gpu]')"
     if reason is not None:
-        raise _rejected(reason)
+        raise _make_error(reason)
 
 
-def _rejected(reason: str) -> ConfigError:
+def _make_error(reason: str) -> ConfigError:
     return ConfigError(
         f"{SETTING}: {DeltaChoice.flash_linear_attention.value} cannot be used: {reason}. "
         f"Choose {DeltaChoice.torch.value}."
