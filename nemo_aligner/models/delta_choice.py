@@ -95,8 +95,8 @@ def try_kernel(
     """Compare a small pack's outputs and gradients to those of torch.
 
     Some versions of Triton compile kernels that compute wrong gradients; flash-linear-attention
-    rejects those that it knows of in its first backward pass. The trial also lets it choose its
-    tiles for these sizes, which takes up to a minute, before the first step.
+    rejects those that it knows of in its first backward pass. In the trial it also compiles and
+    times its tiles for these sizes, so the first step need not.
 
     Raises:
         RuntimeError: an output or a gradient differs by more than rounding explains.
