@@ -48,6 +48,7 @@ from synthetic import (
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
+from nemo_aligner.config.model import DeltaChoice
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -66,6 +67,16 @@ _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
 # Layers and hidden size of the synthetic Llamas.
 WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
+# Three of four layers have linear attention, with the heads of Qwen3.5 9B.
+GATED_DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _TRACEBACK = 1500  # number of characters that a row shows of a traceback
 _MARGIN = 3.0  # in seconds: no point is started this shortly before the part's time limit
 
@@ -132,6 +143,7 @@ def points_of(
     experts = {"num_moe_experts": 8, "moe_router_topk": 2}
     width = {"moe_ffn_hidden_size": model["hidden_size"]}
     mixture = {**base, "model": {**model, **experts, **width}}
+    hybrid = {**base, "model": {**model, **GATED_DELTA_NET}}
     if device != "cuda":
         memory = [{**base, "label": "nothing recomputed"}]
         memory.append({**base, "label": "recompute full", "recompute": "full"})
@@ -139,7 +151,9 @@ def points_of(
         context = {**base, "sequence_length": 128}
     else:
         memory = [*_memory_points(base), {**mixture, "label": "eight experts"}]
-        mfu, steps = [*_mfu_points(base), mixture], 8
+        # The library may be missing, or be rejected on this GPU, so it comes last.
+        hybrids = [{**hybrid, "linear_attention_kernels": choice.value} for choice in DeltaChoice]
+        mfu, steps = [*_mfu_points(base), mixture, *hybrids], 8
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
     of_ranks = {"overlap": [base], "context": [context, mixture]}
@@ -227,6 +241,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "TFLOP/s": divide(rate, 1e12),
             "MFU": measured.get("MFU"),
             "of a product": divide(rate, product),
+            "linear attention": point.get("linear_attention_kernels"),
             "note": _memory_note(seconds),
         }
 

@@ -27,7 +27,13 @@ from torch.utils._pytree import tree_leaves
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import ModelConfig, OptimConfig, PointwiseChoice, Recompute
+from nemo_aligner.config.model import (
+    DeltaChoice,
+    ModelConfig,
+    OptimConfig,
+    PointwiseChoice,
+    Recompute,
+)
 from nemo_aligner.cpu.products import resident_bytes
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
@@ -192,7 +198,8 @@ def build_synthetic_learner(
     """Build a learner with random weights, on pairs of random tokens.
 
     ``job`` is a point of ``make_point``; with "spread" the lengths of its sequences differ, and
-    "pointwise_kernels" and "cuda_graphs" are the settings ``model.*`` of these names.
+    "pointwise_kernels", "cuda_graphs" and "linear_attention_kernels" are the settings ``model.*``
+    of these names.
     """
     options = _model_options(job)
     model = reward_model.build_reward_model(
@@ -248,6 +255,7 @@ def _model_options(job: Mapping[str, Any]) -> ModelConfig:
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
         pointwise_kernels=None if pointwise is None else PointwiseChoice(pointwise),
         cuda_graphs=job.get("cuda_graphs", False),
+        linear_attention_kernels=DeltaChoice(job.get("linear_attention_kernels", "torch")),
     )
 
 

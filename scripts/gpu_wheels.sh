@@ -18,7 +18,7 @@ engine=(megatron-core==0.16.1 omegaconf==2.3.0 psutil argcomplete lightning)
 tests=(pytest-xdist execnet)
 # Fused kernels, and TRL for the comparison of training; TRL needs datasets, which needs the rest.
 comparisons=(
-    liger-kernel==0.8.5 trl==1.16.0
+    liger-kernel==0.8.5 fla-core==0.6.0 einops trl==1.16.0
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
 

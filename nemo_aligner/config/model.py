@@ -347,6 +347,13 @@ class Recompute(Enum):
     full = "full"
 
 
+class DeltaChoice(Enum):
+    """The library that computes the gated delta rule of Gated DeltaNet layers in training."""
+
+    torch = "torch"
+    flash_linear_attention = "flash_linear_attention"
+
+
 class Schedule(Enum):
     """Shape of the learning rate curve after warm-up."""
 
@@ -496,6 +503,9 @@ class ModelConfig(LayoutConfig):
     seed: int = setting(1234, "random seed for the head and the order of the data")
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    linear_attention_kernels: DeltaChoice = setting(
+        DeltaChoice.torch, "kernels of Gated DeltaNet in training; scoring always uses torch"
+    )
 
     def check(self, checks: Checks) -> None:
         super().check(checks)

@@ -19,6 +19,7 @@ from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
     WHOLE_TEXTS,
+    DeltaChoice,
     LayoutConfig,
     OptimConfig,
     Recompute,
@@ -396,6 +397,9 @@ class CriticModelConfig(LayoutConfig):
     )
     seed: int = setting(1234, "random seed; a critic that loads weights needs none")
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    linear_attention_kernels: DeltaChoice = setting(
+        DeltaChoice.torch, "kernels of Gated DeltaNet in training; values always use torch"
+    )
 
     def check(self, checks: Checks) -> None:
         super().check(checks)

@@ -9,6 +9,7 @@ prefix has its first chunk behind that prefix, and begins with the state from th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -46,6 +47,43 @@ class Level(NamedTuple):
     slots: Tensor | None = None
 
 
+class RunLevel(NamedTuple):
+    """Runs of chunks that begin behind equally many branches of the tree, numbered consecutively.
+
+    Attributes:
+        start: number of the first run's first chunk.
+        end: number after the last run's last chunk.
+        bounds: ``[m + 1]`` int64, for each of the m runs its first token, counted from the level's
+            first token, and the number of tokens of the level; the ``cu_seqlens`` of kernels.
+        chunks: ``[end - start, 2]`` int64, for each chunk the index of its run in the level, and
+            its index in the run.
+        parents: ``[m]`` int64, for each run the index, in the previous level, of the run that
+            precedes it; empty in the first level.
+    """
+
+    start: int
+    end: int
+    bounds: Tensor
+    chunks: Tensor
+    parents: Tensor
+
+
+class Runs(NamedTuple):
+    """The chunks of a tree, ordered so that those between two branches follow one another.
+
+    A kernel computes a whole run in one call, and all runs of a level in the same call. Pairs that
+    share their prompts have two levels, however long they are.
+
+    Attributes:
+        rows, places: as in ``ChunkTree``, for this order of the chunks.
+        levels: runs by the number of branches in front of them.
+    """
+
+    rows: Tensor
+    places: Tensor
+    levels: tuple[RunLevel, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkTree:
     """The chunks of a pack of T tokens, ordered by their depth.
@@ -59,12 +97,15 @@ class ChunkTree:
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
         taken: ``[P]`` int64 slots, in the pool, of the states behind the cached prefixes; None if
             the pack has no cached prefix.
+        runs: the same chunks in another order, for kernels that compute them by runs; None if no
+            such kernel is used.
     """
 
     rows: Tensor
     places: Tensor
     levels: tuple[Level, ...]
     taken: Tensor | None = None
+    runs: Runs | None = None
 
     @classmethod
     def of(
@@ -74,27 +115,95 @@ class ChunkTree:
         previous: int,
         device: torch.device | str,
         states: StateUse = NO_STATES,
+        *,
+        has_runs: bool = False,
     ) -> ChunkTree:
         """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
 
         Args:
             previous: how many rows in front of a chunk the convolution reads: its taps minus 1.
             states: which states the pack reads from the pool, and which it stores there.
+            has_runs: also list the runs, which a pack with cached prefixes cannot have.
         """
-        num_cached = len(states.taken)
+        num_cached, num_tokens = len(states.taken), sum(lengths)
         parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous, num_cached)
         rows = np.stack([part for parts in parts_by_level for part in parts])
-        places = np.zeros(sum(lengths), dtype=np.int64)
-        of_chunks = rows[:, previous:].reshape(-1)
-        # The last tokens of a shared prefix may be in the chunks of several sequences. Every one of
-        # these chunks computes the same output for such a token, so ``places`` may point to any.
-        places[of_chunks[of_chunks >= 0]] = np.flatnonzero(of_chunks >= 0)
+        places = _places_of_tokens(rows[:, previous:], num_tokens)
         bounds = [0, *accumulate(map(len, parts_by_level))]
         host = [rows, places, *(np.array(parents, np.int64) for parents in parents_by_level)]
         on_device, of_tokens, *parents = all_to_device(list(map(torch.from_numpy, host)), device)
         levels = map(Level, bounds[:-1], bounds[1:], parents)
-        tree = cls(on_device, of_tokens, tuple(levels))
+        runs = None
+        if has_runs:
+            runs = _make_runs(rows, previous, num_tokens, bounds, parents_by_level, device)
+        tree = cls(on_device, of_tokens, tuple(levels), runs=runs)
         return _with_states(tree, places, states, device)
+
+
+def _places_of_tokens(of_chunks: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return ``ChunkTree.places`` for the rows ``[N, 64]`` of N chunks.
+
+    The last tokens of a shared prefix may be in the chunks of several sequences. Every one of these
+    chunks computes the same output for such a token, so a place may be in any of them.
+    """
+    places, flat = np.zeros(num_tokens, dtype=np.int64), of_chunks.reshape(-1)
+    places[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+    return places
+
+
+def _make_runs(
+    rows: np.ndarray,
+    previous: int,
+    num_tokens: int,
+    bounds: Sequence[int],
+    parents_by_level: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> Runs:
+    """Make the runs of the chunks with these ``rows``, whose levels begin at ``bounds``."""
+    runs_by_level, run_parents = _list_runs(bounds, parents_by_level)
+    order = [chunk for runs in runs_by_level for run in runs for chunk in run]
+    ordered = rows[order]
+    host = [ordered, _places_of_tokens(ordered[:, previous:], num_tokens)]
+    sizes = [0]
+    for runs, parents in zip(runs_by_level, run_parents, strict=True):
+        lengths = list(map(len, runs))
+        chunks = [(run, chunk) for run, length in enumerate(lengths) for chunk in range(length)]
+        token_bounds = CHUNK_TOKENS * np.array([0, *accumulate(lengths)], np.int64)
+        host += [token_bounds, np.array(chunks, np.int64), np.array(parents, np.int64)]
+        sizes.append(sizes[-1] + len(chunks))
+    on_device, of_tokens, *fields = all_to_device(list(map(torch.from_numpy, host)), device)
+    by_kind = (fields[kind::3] for kind in range(3))
+    return Runs(on_device, of_tokens, tuple(map(RunLevel, sizes[:-1], sizes[1:], *by_kind)))
+
+
+def _list_runs(
+    bounds: Sequence[int], parents_by_level: Sequence[Sequence[int]]
+) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """List the chunks of every run and its parent's index, by the number of branches before it."""
+    parent_of = {
+        bounds[depth] + index: bounds[depth - 1] + parent
+        for depth, parents in enumerate(parents_by_level)
+        for index, parent in enumerate(parents)
+    }
+    num_children = Counter(parent_of.values())
+    runs: list[list[list[int]]] = []
+    parents: list[list[int]] = []
+    run_of: dict[int, tuple[int, int]] = {}  # level, and index in the level, by chunk
+    for chunk in range(bounds[-1]):  # in this order a parent comes before its children
+        parent = parent_of.get(chunk)
+        if parent is not None and num_children[parent] == 1:
+            level, index = run_of[chunk] = run_of[parent]
+            runs[level][index].append(chunk)
+            continue
+        level = 0 if parent is None else run_of[parent][0] + 1
+        if level == len(runs):
+            runs.append([])
+            parents.append([])
+        run_of[chunk] = level, len(runs[level])
+        runs[level].append([chunk])
+        if parent is not None:
+            parents[level].append(run_of[parent][1])
+    return runs, parents
 
 
 def _with_states(

@@ -1,12 +1,15 @@
 """Linear attention as modules for megatron-core's layers: the base class, and Gated DeltaNet.
 
 megatron-core's own modules are not used, because they share prefixes in no version, and its Gated
-DeltaNet rejects packs in versions 0.16 and 0.17. flash-linear-attention's kernels (version 0.6) are
-not used on a GPU, because every process chooses their tiles by timing them, and with the tiles the
-order of the sums: two ranks, or a server before and after a restart, would compute different
-rewards. They also multiply fp32 in TF32, and round the states to the dtype of the keys. On a CPU
-``gated_delta.c`` computes a Gated DeltaNet where no gradients are needed, and torch does everywhere
-else. ``mamba.py`` has Mamba-2.
+DeltaNet rejects packs in versions 0.16 and 0.17. By default torch computes everything in training
+and on a GPU; on a CPU ``gated_delta.c`` computes a Gated DeltaNet where no gradients are needed.
+
+``model.linear_attention_kernels=flash_linear_attention`` trains a Gated DeltaNet on a GPU by the
+kernels of flash-linear-attention (``flash_delta.py``). Scores never come from them, not even those
+of a validation: every process chooses their tiles by timing them, and with the tiles the order of
+the sums, so two ranks, or a server before and after a restart, would compute different rewards.
+They also multiply fp32 in TF32, and round the states that queries read to the dtype of the keys.
+``mamba.py`` has Mamba-2.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from nemo_aligner.cpu.kernel_delta import DeltaLayer, Weights, can_advance
 from nemo_aligner.models.chunk_tree import ChunkTree, Level
+from nemo_aligner.models.flash_delta import FlashDelta
 from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
@@ -162,15 +166,8 @@ class LinearAttention(MegatronModule):
         tree = _tree_of(context)
         chunks = _rows_of_chunks(_with_empty_row(mixed), tree.rows)
         products, gates = self.compute_chunks(chunks)
-        outputs: list[Tensor] = []
-        state: Tensor | None = None
-        sizes = [level.end - level.start for level in tree.levels]
-        for level, of_level in zip(tree.levels, _split(products, sizes), strict=True):
-            first = None if state is None else state.index_select(0, level.parents)
-            output, state = of_level.advance(first)
-            outputs.append(output)
-        normed = self.norm_and_gate(torch.cat(outputs), gates, mixed.dtype)
-        return self._rows_of_pack(normed, context)
+        normed = self.norm_and_gate(advance_levels(products, tree.levels), gates, mixed.dtype)
+        return self._rows_of_pack(normed, tree.places, context)
 
     @torch.no_grad()
     def _infer(self, mixed: Tensor, context: PackContext) -> Tensor:
@@ -197,7 +194,7 @@ class LinearAttention(MegatronModule):
                 next_states.append(last[:count])
             states = torch.cat(next_states)
             self.write_pool(level, states, mixed, context)
-        return self._rows_of_pack(torch.cat(outputs), context)
+        return self._rows_of_pack(torch.cat(outputs), tree.places, context)
 
     def read_pool(self, mixed: Tensor, context: PackContext) -> tuple[Tensor, Tensor | None]:
         """Read from the prefix cache what a sequence needs to continue one of P cached prefixes.
@@ -241,13 +238,12 @@ class LinearAttention(MegatronModule):
             total = torch.addcmul(total, rows[:, tap : tap + CHUNK_TOKENS], by_tap[tap])
         return total
 
-    def _rows_of_pack(self, normed: Tensor, context: PackContext) -> Tensor:
-        """Return the pack's rows ``[T, 1, width]`` of ``normed [n, 64, width]``.
+    def _rows_of_pack(self, normed: Tensor, places: Tensor, context: PackContext) -> Tensor:
+        """Return the pack's rows ``[T, 1, width]`` of ``normed [n, 64, width]``, at ``places``.
 
         In the last layer these are only the rows that the head reads. If several chunks have
         computed a row, one of their equal results is taken.
         """
-        places = _tree_of(context).places
         if self.reads_rows:
             places = places[context.read_rows]
         return normed.flatten(0, 1).index_select(0, places).unsqueeze(1)
@@ -271,13 +267,38 @@ class GatedDeltaNet(LinearAttention):
 
     For each key head ``linear_qkv`` computes its query and its key, and for the value heads of that
     key head their values, output gates, write strengths and decays, in this order.
+
+    Attributes:
+        delta_kernel: computes the gated delta rule in training; None means by torch.
     """
+
+    delta_kernel: FlashDelta | None = None
 
     def add_parameters(self, shape: LinearAttentionShape) -> None:
         self.norm_weight = self.new_parameter(shape.value_head_dim)
 
+    def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
+        kernel = self.delta_kernel
+        if kernel is None:
+            return super().forward(mixed, context)
+        runs = _tree_of(context).runs
+        if runs is None:
+            raise ValueError(
+                "flash-linear-attention got a ChunkTree without runs. Make it by "
+                "ChunkTree.of(..., has_runs=True)."
+            )
+        inputs, gates = self.compute_inputs(_rows_of_chunks(_with_empty_row(mixed), runs.rows))
+        output = kernel.compute(inputs, runs, mixed.dtype)
+        normed = self.norm_and_gate(output, gates, mixed.dtype)
+        return self._rows_of_pack(normed, runs.places, context)
+
     def compute_chunks(self, chunks: Tensor) -> tuple[ChunkProducts, Tensor]:
-        """Compute the products of the chunks, and the output gates ``[n, h, r, 64, v]`` in fp32.
+        """Compute the products of the chunks, and the output gates, see ``compute_inputs``."""
+        inputs, gates = self.compute_inputs(chunks)
+        return ChunkProducts.of(inputs), gates
+
+    def compute_inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
+        """Compute the gated delta rule's inputs, and the output gates ``[n, h, r, 64, v]`` in fp32.
 
         The gates are those before their activation.
         """
@@ -298,7 +319,7 @@ class GatedDeltaNet(LinearAttention):
             decay=-(rates * F.softplus(decay + biases)).permute(0, 2, 3, 1),
             strength=strength.sigmoid().permute(0, 2, 3, 1),
         )
-        return ChunkProducts.of(inputs), gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
+        return inputs, gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
 
     def infer_by_kernel(self, mixed: Tensor, context: PackContext) -> Tensor | None:
         """Compute the result of ``attend`` by ``gated_delta.c``, in one pass over ``mixed``.
@@ -328,6 +349,18 @@ class GatedDeltaNet(LinearAttention):
         mean = output.square().mean(-1, keepdim=True)
         normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
         return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
+
+
+def advance_levels(products: Any, levels: Sequence[Level]) -> Tensor:
+    """Compute the outputs ``[N, h, r, 64, v]`` of all N chunks of a tree, level by level."""
+    outputs: list[Tensor] = []
+    state: Tensor | None = None
+    sizes = [level.end - level.start for level in levels]
+    for level, of_level in zip(levels, _split(products, sizes), strict=True):
+        first = None if state is None else state.index_select(0, level.parents)
+        output, state = of_level.advance(first)
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
 def _tree_of(context: PackContext) -> ChunkTree:

@@ -47,6 +47,7 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed_in_training,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
+from nemo_aligner.models.flash_delta import FlashDelta
 from nemo_aligner.models.gemma4 import PerLayerEmbedding
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
@@ -86,9 +87,11 @@ class GPTRewardModel(GPTModel):
         graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
+        delta_kernel: computes the Gated DeltaNets in training, see ``use_delta_kernel``.
     """
 
     graphs: DecoderGraphs | None = None
+    delta_kernel: FlashDelta | None = None
 
     def __init__(
         self,
@@ -265,7 +268,12 @@ class GPTRewardModel(GPTModel):
         if self._linear_attention is not None:
             taps = self._linear_attention.conv_kernel - 1
             chunks = ChunkTree.of(
-                segments.lengths, segments.prefixes, taps, read_rows.device, _states_of(batch)
+                segments.lengths,
+                segments.prefixes,
+                taps,
+                read_rows.device,
+                _states_of(batch),
+                has_runs=self.delta_kernel is not None and learns(self),
             )
         return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 

@@ -17,6 +17,7 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.batch_invariance import make_batch_invariant
+from nemo_aligner.models.delta_choice import use_delta_kernel
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -88,11 +89,13 @@ def build_optimized(
         The model in Megatron's data parallel wrapper, and the optimizer of its trained parameters.
 
     Raises:
-        ConfigError: all layers are frozen, or warm-up and constant steps leave none for the decay.
+        ConfigError: all layers are frozen, warm-up and constant steps leave none for the decay, or
+            the kernels of linear attention cannot be used.
     """
     make_batch_invariant(model, options.invariant_rows)
     if isinstance(options, ModelConfig) and options.activations_offload:
         offload_activations(model)
+    use_delta_kernel(model, options.linear_attention_kernels, shape)
     if options.cuda_graphs:
         model.use_cuda_graphs()
     # Freeze before wrapping: Megatron's wrapper puts every parameter that requires a gradient at

@@ -14,9 +14,11 @@ from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
+from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.models.attention.backends import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.delta_choice import check_delta_choice
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -105,6 +107,7 @@ def _plan(run: PreparedRun) -> Plan:
     """
     config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
+    check_delta_choice(options.linear_attention_kernels, shape, dtype, current_device())
     steps = range(min(run.total_steps, _STEPS_TO_INSPECT))
     packs = [run.loader.plan(step).packs for step in steps]
     all_packs = (pack for step_packs in packs for pack in step_packs)

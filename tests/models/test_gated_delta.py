@@ -42,6 +42,26 @@ def test_chunk_tree_has_each_whole_chunk_of_a_prefix_once() -> None:
     assert tree.rows[2, :BEFORE].tolist() == [61, 62, 63]
 
 
+def test_runs_of_a_tree_end_where_it_branches() -> None:
+    """A prefix that continues another one adds a whole chunk, which is a run of its own."""
+    lengths, prefixes = (200, 40, 90, 10, 20, 300), (-1, 0, 0, 2, 2, -1)
+    tree = ChunkTree.of(lengths, prefixes, BEFORE, "cpu", has_runs=True)
+    assert tree.runs is not None
+    bounds, parents, chunks = zip(
+        *((each.bounds, each.parents, each.chunks) for each in tree.runs.levels), strict=True
+    )
+    # The prefix and the last sample; the first sample and the second prefix; the two behind it.
+    assert [each.tolist() for each in bounds] == [[0, 192, 512], [0, 64, 128], [0, 64, 128]]
+    assert [each.tolist() for each in parents] == [[], [0, 0], [1, 1]]
+    assert chunks[0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [1, 3], [1, 4]]
+    levels = tree.runs.levels
+    assert [(level.start, level.end) for level in levels] == [(0, 8), (8, 10), (10, 12)]
+    own = tree.runs.rows[:, BEFORE:]
+    assert torch.equal(own.flatten()[tree.runs.places], torch.arange(sum(lengths)))
+    assert sorted(tree.runs.rows.tolist()) == sorted(tree.rows.tolist())
+    assert ChunkTree.of(lengths, prefixes, BEFORE, "cpu").runs is None
+
+
 def test_chunk_tree_begins_behind_cached_prefixes() -> None:
     """One sequence without a cached prefix, and two with one, of which one has more segments."""
     lengths, prefixes = (70, 100, 30, 40), (-1, 1, 3, 0)

@@ -15,7 +15,10 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.backends import BACKENDS, Backend
+from nemo_aligner.models.delta_choice import try_kernel
+from nemo_aligner.models.flash_delta import load_kernel
 from nemo_aligner.models.pointwise.choice import available_kernels
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.serving.engine.rows import Row
 from tests.harness import families, tiny
@@ -177,6 +180,14 @@ def test_training_in_bf16_learns_and_with_moments_in_host_memory_is_the_same(
     assert len(found[0]) == 8
     # The backward of flash attention sums in an order that changes from run to run.
     np.testing.assert_allclose(*np.array(found), rtol=2e-2)
+
+
+def test_flash_linear_attention_computes_what_torch_does() -> None:
+    """In the sizes of a rank of Qwen3.5 9B; the library rejects some versions of Triton."""
+    shape = LinearAttentionShape(16, 32, 128, 128, 4)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    pytest.importorskip("fla")
+    try_kernel(load_kernel(), shape, shape.num_key_heads, dtype, device)
 
 
 # Last: each shape is compiled, which takes minutes.

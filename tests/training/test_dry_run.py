@@ -76,6 +76,9 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
             "monitor: got 'val_f1', wanted one of validation-more/loss"
         ),
         ("model.data.template=nowhere", 1): "nowhere",
+        ("model.linear_attention_kernels=flash_linear_attention", 1): (
+            "cannot be used: the model has no Gated DeltaNet layers. Choose torch."
+        ),
         (f"model.data.data_prefix.train=[{bad}]", 1): (
             f"{bad}: 1 of its 25 records (4.00%) are malformed\n  {bad}:25: "
         ),

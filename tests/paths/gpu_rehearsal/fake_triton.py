@@ -23,6 +23,12 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def count_launch(kernel: str) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "launched"):
+            mode.launched(kernel)
+
+
 class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -38,9 +44,7 @@ class Kernel:
             assert all(tensor.is_contiguous() for tensor in tensors), self.function.__name__
             assert all(isinstance(size, int) and size > 0 for size in grid), grid
             assert num_warps in (1, 2, 4, 8, 16, 32)
-            for mode in _get_current_dispatch_mode_stack():
-                if hasattr(mode, "launched"):
-                    mode.launched(self.function.__name__)
+            count_launch(self.function.__name__)
 
         return launch
 

@@ -74,6 +74,7 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
 def main(tasks: str, results: str) -> None:
     with fake_gpu() as watch:
         # Imported only now: importing prepares megatron-core for the available devices.
+        from nemo_aligner.models import delta_choice
         from nemo_aligner.models.pointwise import choice
         from tests.paths.gpu_rehearsal.scenes import mark_phases
 
@@ -81,7 +82,7 @@ def main(tasks: str, results: str) -> None:
         # Installed only now: torch and megatron-core would take it for the real package.
         sys.modules |= {"triton": fake_triton, "triton.language": fake_triton.language}
         # Fake tensors have no values that could be compared.
-        choice.try_kernels = lambda *unused: None
+        choice.try_kernels = delta_choice.try_kernel = lambda *unused: None
         task_results = [run(watch, task) for task in json.loads(tasks)]
     Path(results).write_text(json.dumps(task_results))
 

@@ -23,7 +23,7 @@ from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.model import OptimConfig, PointwiseChoice, Recompute
+from nemo_aligner.config.model import DeltaChoice, OptimConfig, PointwiseChoice, Recompute
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import (
@@ -38,6 +38,7 @@ from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.attention.backends import BACKENDS
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.cuda_graphs import why_not_graphed
+from nemo_aligner.models.delta_choice import use_delta_kernel
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
@@ -211,12 +212,14 @@ def one_rank(
     kernels: str | None = None,
     offload: bool = False,
     unheeded: Sequence[str] = (),
+    delta: str = "torch",
 ) -> Found:
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
     model = build_reward_model(shape, layout, num_attributes=1, **kinds)
     if kernels is not None:
         use_pointwise_kernels(model, load_kernels(PointwiseChoice(kernels)))
+    use_delta_kernel(model, DeltaChoice(delta), shape)
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
     set_routers(model, trained=False, aux_loss_coeff=0.0)
     if offload:

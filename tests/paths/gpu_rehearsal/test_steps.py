@@ -78,6 +78,27 @@ MIXTURES = {
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
 }
+# The first of the two layers has linear attention; packs have two levels of runs of chunks.
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+FLA = {
+    "delta": "flash_linear_attention",
+    "modules": dict.fromkeys(
+        ("fla", "fla.ops", "fla.ops.gated_delta_rule"), "tests.paths.gpu_rehearsal.fake_fla"
+    ),
+}
+LINEAR = {
+    "linear": steps(shape=DELTA_NET, prefix=64),
+    "linear by fla": steps(shape=DELTA_NET, prefix=64, **FLA),
+    "linear by fla, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, DELTA_NET, **FLA),
+}
 SIX_LAYERS = {"num_layers": 6}  # four layers are offloaded; of two stages, three and one
 OFFLOADS = {
     "offload": steps(shape=SIX_LAYERS, offload=True),
@@ -142,7 +163,7 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    kinds = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS}
+    kinds = {**LAYOUTS, **ALONE, **MIXTURES, **LINEAR, **REFUSED, **ACCEPTED, **GRAPHS}
     tasks = {**kinds, **OFFLOADS, **UNHEEDED, **ATTENTION, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
@@ -192,7 +213,7 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     """With torch's layers: stubs of TransformerEngine cannot tell what its layers keep."""
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *MIXTURES, *OFFLOADS]
+        for name in [*LAYOUTS, *ALONE, *MIXTURES, *LINEAR, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank
         # Statistics of packs this short are too small to be offloaded.
@@ -305,6 +326,22 @@ def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) 
     for name in MIXTURES:
         for rank in plain[name]["ranks"]:
             assert rank["operations"]["aten._grouped_mm.default"] == 3 * 2 * LAYERS_AND_PACKS
+
+
+def test_rehearsed_flash_linear_attention_is_called_once_a_layer_and_level(
+    plain: dict[str, Seen],
+) -> None:
+    """Once more in the backward pass, which recomputes the layer, and never in a validation."""
+    packs = LAYERS_AND_PACKS // 2
+    levels = {"linear": 0, "linear by fla": 2, "linear by fla, tp2+sp": 1}
+    for name, count in levels.items():
+        for rank in plain[name]["ranks"]:
+            operations = rank["operations"]
+            calls = [
+                operations.get(f"triton gated_delta_rule_{part}", 0)
+                for part in ("forward", "backward")
+            ]
+            assert calls == [2 * packs * count, packs * count], name
 
 
 def test_transformer_engine_s_layers_are_for_16_bits(with_engine: dict[str, Seen]) -> None:
