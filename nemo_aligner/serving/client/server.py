@@ -530,7 +530,7 @@ class ContractCheck:
         Raises:
             OtherModelError: the fingerprint is not the expected one.
         """
-        fault = self.fingerprints.find_fault(server, fingerprint)
+        fault = self.fingerprints.find_fault(fingerprint)
         if fault is not None:
             raise OtherModelError(server, fault)
 
@@ -554,6 +554,7 @@ class ContractCheck:
         expected = self._published.values() if self._expected is None else [self._expected]
         for other in expected:
             _check_same_contract(server, published, other)
+        self.fingerprints.accept(server, fingerprint)
         self._published[server] = published
         if contract is not None:
             self.columns = len(contract.attributes)
@@ -580,6 +581,7 @@ class ContractCheck:
         if self._expected is None:
             self._expected = actual
         _check_same_contract(server, actual, self._expected)
+        self.fingerprints.accept(server, fingerprint)
         self.columns = columns
 
     def withdraw(self, server: str) -> None:
@@ -592,7 +594,9 @@ def _check_same_contract(server: str, actual: _ServerContract, expected: _Server
         return
     text = f"got the scoring contract {actual.hash or '(none)'}, "
     text += f"wanted {expected.hash or '(none)'}"
-    if expected.server:
+    if expected.server == server:
+        text += ", which this server had before: all rewards of a client must have one contract"
+    elif expected.server:
         text += f", the one of {expected.server}: all rewards of a client must have one contract"
     if actual.contract is not None and expected.contract is not None:
         text += f": {describe_differences(expected.contract.differences(actual.contract))}"
