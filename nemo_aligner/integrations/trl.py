@@ -98,7 +98,7 @@ def reward_function(
     url: str | Sequence[str],
     *,
     attribute: str | None = None,
-    name: str = "reward_model",
+    name: str | None = None,
     retry_s: float = _PATIENCE_S,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     aggregate: str | None = None,
@@ -111,7 +111,8 @@ def reward_function(
         url: ``http://host:port``, or a list of such URLs of servers of the same model.
         attribute: which of several attributes is the reward; None merges them by the weights of
             the scoring contract.
-        name: name in TRL's logs.
+        name: name in TRL's logs; None stands for ``attribute`` or, without it, ``reward_model``.
+            Several functions of one trainer need different names.
         tools: tools of conversations that have none in their row: those that GRPOTrainer gets, as
             functions (converted by transformers) or as JSON.
         aggregate: how a model's rewards of turns or steps become one reward of a completion:
@@ -130,7 +131,9 @@ def reward_function(
     schemas = [_schema_of(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, wait_s=wait_s, **options)
     rule = None if aggregate is None else Aggregate(aggregate)
-    return RewardFunction(client, attribute, name, schemas or None, rule)
+    return RewardFunction(
+        client, attribute, name or attribute or "reward_model", schemas or None, rule
+    )
 
 
 def _warn_of_raw_texts(

@@ -147,6 +147,9 @@ def test_strings_outside_the_models_template_are_reported_once(
 def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
     reward = reward_function("http://127.0.0.1:9", retry_s=0, wait_s=0, name="good")
     assert reward.__name__ == "good"
+    options = ({}, {"attribute": "humor"}, {"attribute": "humor", "name": "funny"})
+    names = [reward_function("http://127.0.0.1:9", **given).__name__ for given in options]
+    assert names == ["reward_model", "humor", "funny"]
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9"):
         reward(["a"], ["b"])
 

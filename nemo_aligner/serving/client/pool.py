@@ -473,7 +473,7 @@ class ServerPool:
         if not (self._ever_ready or self._has_logged_trouble) and now - started_at >= _QUIET_S:
             self._has_logged_trouble = True
             trouble = self.trouble() or search.last_trouble
-            logger.warning("%s; waiting up to %g s for a server (wait_s)", trouble, self._wait_s)
+            logger.warning("%s; waiting up to %g s for a server", trouble, self._wait_s)
 
     def _log_trouble(self, trouble: str) -> None:
         if not self._has_logged_trouble:
