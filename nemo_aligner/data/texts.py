@@ -139,9 +139,9 @@ def _join_completion(line: AnyLine) -> AnyLine:
         names = " and ".join(kind.__name__ for kind in kinds)
         reason = f"prompt and completion: got {names}, wanted strings, or lists of messages"
         return BadLine(line.number, line.raw, reason)
-    rest = {key: value for key, value in line.value.items() if key == "tools"}
+    tools = {key: value for key, value in line.value.items() if key == "tools"}
     key = "text" if isinstance(prompt, str) else "messages"
-    return replace(line, value={**rest, key: prompt + completion})
+    return replace(line, value={**tools, key: prompt + completion})
 
 
 def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:

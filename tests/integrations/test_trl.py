@@ -148,7 +148,7 @@ def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
     reward = reward_function("http://127.0.0.1:9", retry_s=0, wait_s=0, name="good")
     assert reward.__name__ == "good"
     options = ({}, {"attribute": "humor"}, {"attribute": "humor", "name": "funny"})
-    names = [reward_function("http://127.0.0.1:9", **given).__name__ for given in options]
+    names = [reward_function("http://127.0.0.1:9", **arguments).__name__ for arguments in options]
     assert names == ["reward_model", "humor", "funny"]
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9"):
         reward(["a"], ["b"])

@@ -525,11 +525,7 @@ class ContractCheck:
         return expected and f"got the model fingerprint (none), wanted {expected}"
 
     def check_fingerprint(self, server: str, fingerprint: str | None) -> None:
-        """Check the fingerprint of a server's model.
-
-        Raises:
-            OtherModelError: the fingerprint is not the expected one.
-        """
+        """Raise OtherModelError if a server's model has not the expected fingerprint."""
         fault = self.fingerprints.find_fault(fingerprint)
         if fault is not None:
             raise OtherModelError(server, fault)
