@@ -410,8 +410,8 @@ class _RouteHandler:
     async def _score_rows(self, route: Route[Any], request: ScoreRequest) -> ScoredRows:
         """Score a request; rows that get ``refused_reward`` have NaN and the reason.
 
-        Only a sample that the model rejects gets that reward. If a judge or a server fails, the
-        request fails, because the trainer can send it again.
+        Rows are set aside only after the model has rejected one of them. If a judge or a server
+        fails first, the request fails, because the trainer can send it again.
         """
         try:
             return await self._scoring.answer(request, route.sets_rows_aside)
