@@ -1,11 +1,12 @@
 #!/bin/bash
 # GRPO in OpenRLHF with a reward model of nemo_aligner, on one node of 8 GPUs.
 #
-#   nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
+#   nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555 server.refused_reward=-5
 #   bash openrlhf_grpo.sh              # OpenRLHF 0.10 and later
 #   OLD_FLAGS=1 bash openrlhf_grpo.sh  # before 0.10: flags without sections
 #
 # The policy and the reward model must have the same chat template, because OpenRLHF sends texts.
+# Without refused_reward, a reply that the reward model cannot score ends the run.
 # A line of prompts.jsonl is {"messages": [{"role": "user", "content": "What is red?"}]}.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/get_reward

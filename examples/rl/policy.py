@@ -255,7 +255,7 @@ def connect_reward(options: argparse.Namespace) -> RewardFunction:
         if not file.exists():
             sys.exit(f"there is no {file}; bash scripts/quickstart.sh makes it")
     try:
-        with RewardClient(options.url) as client:
+        with RewardClient(options.url, wait_s=60) as client:
             client.contract()
     except ServingError as error:
         sys.exit(str(error))

@@ -101,7 +101,7 @@ Query a reward server: print the reward of each sample.
 
 A conversation is rendered with the model's chat template; a raw text is scored verbatim. A file has
 lines of {"text": ...} or {"messages": [...]}, or is preference data in any format of `evaluate`, of
-which each reply gets a reward.
+which each reply gets a reward, or has completions that TRL has logged (log_completions=True).
 """
 
 # Seconds without an answer after which a line reports that the client is waiting.

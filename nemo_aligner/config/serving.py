@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 from typing import ClassVar
 
 from nemo_aligner.config.common import (
@@ -88,6 +89,9 @@ class FrontConfig:
         10000, "number of rewards after which a new log begins; the last gets suffix .1"
     )
     top_rewards_files: int = setting(10, "number of earlier logs of the highest rewards to keep")
+    refused_reward: float | None = setting(
+        None, "/get_reward, /remote_rm: reward of an unscorable sample; null: a 400"
+    )
 
     def __post_init__(self) -> None:
         with Checks(self.section, self) as checks:
@@ -111,6 +115,8 @@ class FrontConfig:
             "top_rewards_window",
         )
         checks.require_not_negative("top_rewards_files")
+        is_number = self.refused_reward is None or isfinite(self.refused_reward)
+        checks.require(is_number, "refused_reward", "a finite number, or null")
         both_or_neither = (self.certificate_file is None) == (self.key_file is None)
         expected = "a key_file with a certificate_file, or neither"
         checks.require(both_or_neither, "key_file", expected)

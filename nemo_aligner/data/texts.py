@@ -65,7 +65,8 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 
     A line is ``{"text": ...}``, ``{"messages": [...]}``, or a record of preference data, which is
     read as in training and evaluation and has several samples. A pair with only ``chosen`` or only
-    ``rejected`` has one sample. A ``text`` field next to a pair repeats the pair, and is not read.
+    ``rejected`` has one sample; so has a ``prompt`` with a ``completion``, as TRL logs them. A
+    ``text`` field next to a pair repeats the pair, and is not read.
     No sample is dropped.
 
     Raises:
@@ -73,7 +74,9 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
         DataError: the file cannot be read, or has lines without a sample, which are listed.
     """
     keys = reading.pair_keys or PairKeys()
-    lines = [_complete_pair(line, keys) for line in read_lines(path)]
+    is_auto = reading.pair_keys is None and reading.format == "auto"
+    read = (_join_completion(line) if is_auto else line for line in read_lines(path))
+    lines = [_complete_pair(line, keys) for line in read]
     record_lines = [
         line for line, _ in lines if isinstance(line, Line) and not _is_plain(line.value, reading)
     ]
@@ -117,6 +120,28 @@ def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
         if ":" in reading.format:
             formats.append(format_named(reading.format, None))
     return any(key in value for key in _PLAIN) and not any(fmt.matches(value) for fmt in formats)
+
+
+def _join_completion(line: AnyLine) -> AnyLine:
+    """Replace the prompt and completion of a line that TRL has logged by the sample they make.
+
+    TRL's trainers write such lines with ``log_completions=True``. Both are strings or lists of
+    messages, and are joined as in the reward function (``integrations/trl.py``). Any other line,
+    such as one of TRL's unpaired preferences, which has a ``label``, is returned unchanged.
+    """
+    if isinstance(line, BadLine) or not line.value.keys() >= {"prompt", "completion"}:
+        return line
+    if any(fmt.matches(line.value) for fmt in FORMATS.values()):
+        return line
+    prompt, completion = line.value["prompt"], line.value["completion"]
+    kinds = [type(prompt), type(completion)]
+    if kinds not in ([str, str], [list, list]):
+        names = " and ".join(kind.__name__ for kind in kinds)
+        reason = f"prompt and completion: got {names}, wanted strings, or lists of messages"
+        return BadLine(line.number, line.raw, reason)
+    tools = {key: value for key, value in line.value.items() if key == "tools"}
+    key = "text" if isinstance(prompt, str) else "messages"
+    return replace(line, value={**tools, key: prompt + completion})
 
 
 def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:

@@ -5,15 +5,20 @@ Importing this module does not import TRL.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
 from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0  # default of ``wait_s``: time for a server that was started with the training
 _PATIENCE_S = 300.0  # default of ``retry_s``: time for a restarted server to load a large model
 
 
@@ -66,6 +71,8 @@ class RewardFunction:
                 self._aggregate = None  # the server combines steps by this rule already
             self._weights = reward_weights(contract, self._attribute)
             self._scale = contract.reward_scale
+            if isinstance(next(iter(prompts), None), str):
+                _warn_of_raw_texts(self._client.sample_frame(), prompts, completions)
         # Arrow fills missing keys of prompts and tools with nulls, which are removed here.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
@@ -91,10 +98,11 @@ def reward_function(
     url: str | Sequence[str],
     *,
     attribute: str | None = None,
-    name: str = "reward_model",
+    name: str | None = None,
     retry_s: float = _PATIENCE_S,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     aggregate: str | None = None,
+    wait_s: float = _START_S,
     **options: Any,
 ) -> RewardFunction:
     """Create a reward function for TRL that queries the servers at ``url``.
@@ -103,14 +111,16 @@ def reward_function(
         url: ``http://host:port``, or a list of such URLs of servers of the same model.
         attribute: which of several attributes is the reward; None merges them by the weights of
             the scoring contract.
-        name: name in TRL's logs.
+        name: name in TRL's logs; None stands for ``attribute`` or, without it, ``reward_model``.
+            Several functions of one trainer need different names.
         tools: tools of conversations that have none in their row: those that GRPOTrainer gets, as
             functions (converted by transformers) or as JSON.
         aggregate: how a model's rewards of turns or steps become one reward of a completion:
             ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). Steps in the prompt
             are ignored. None keeps the rule of the scoring contract, which includes these steps.
         retry_s: how long training waits for a server that is gone, in seconds.
-        options: more options of ``RewardClient``, e.g. ``expect`` and ``wait_s``.
+        wait_s: how long the first step waits for a server that is not up yet, in seconds.
+        options: more options of ``RewardClient``, e.g. ``expect``.
 
     Raises:
         ConfigError: an option is invalid.
@@ -119,9 +129,35 @@ def reward_function(
     if aggregate is not None and aggregate not in rules:
         raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(rules)}")
     schemas = [_schema_of(tool) for tool in tools or ()]
-    client = RewardClient(url, retry_s=retry_s, **options)
+    client = RewardClient(url, retry_s=retry_s, wait_s=wait_s, **options)
     rule = None if aggregate is None else Aggregate(aggregate)
-    return RewardFunction(client, attribute, name, schemas or None, rule)
+    return RewardFunction(
+        client, attribute, name or attribute or "reward_model", schemas or None, rule
+    )
+
+
+def _warn_of_raw_texts(
+    frame: SampleFrame | None, prompts: Sequence[Text], completions: Sequence[Text]
+) -> None:
+    """Log how the first of TRL's strings differs from what the model's chat template writes.
+
+    Args:
+        frame: what the template writes around a sample; None if the server does not publish it.
+        prompts: strings.
+        completions: strings, which TRL has decoded without special tokens.
+    """
+    text = f"{prompts[0]}{completions[0]}"
+    fault = frame and frame.find_fault(text)
+    end = frame.end.strip() if frame else ""
+    if end and not fault and not text.rstrip().endswith(end):
+        fault = f"it ends without {end!r}, because TRL removes special tokens from completions"
+    if fault:
+        logger.warning(
+            "prompts and completions are strings, which the server scores without the model's chat "
+            "template. The first one is not a sample of that template: %s. Give the data set "
+            "prompts that are lists of messages. Ignore this if the model was trained on raw texts",
+            fault,
+        )
 
 
 def _schema_of(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:

@@ -304,6 +304,20 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         ("why? | so", Conversation([USER, REPLY], [TOOL])),
         ("chosen    why? | so", Conversation([USER, REPLY], [TOOL])),
     ]
+    # TRL's trainers log completions like this; Arrow fills missing keys with nulls.
+    filled = {**REPLY, "tool_calls": None}
+    logged = {"step": 1, "reward_model": 0.5, "advantage": 1.0}
+    path = write(
+        tmp_path / "logged.jsonl",
+        {**logged, "prompt": [USER], "completion": [filled]},
+        {**logged, "prompt": "why? ", "completion": "so"},
+        {**logged, "prompt": [USER], "completion": [REPLY], "tools": [TOOL]},
+    )
+    assert [text for _, text in labelled_texts(path)] == [
+        [USER, REPLY], "why? so", Conversation([USER, REPLY], [TOOL])
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="prompt and completion: got list and str, wanted strings"):
+        list(labelled_texts(write(path, {**logged, "prompt": [USER], "completion": "so"})))
     # The label of a long sample has its beginning and its end.
     label = label_of("begin " + "x" * 100 + " end")
     assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")

@@ -12,6 +12,7 @@ import pytest
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import ScoredRows
@@ -26,10 +27,14 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.contracts = 0
+        self.frame: SampleFrame | None = None
 
     def contract(self) -> ScoringContract:
         self.contracts += 1
         return CONTRACT
+
+    def sample_frame(self) -> SampleFrame | None:
+        return self.frame
 
     def score_rows(self, texts: Any) -> ScoredRows:
         self.asked += texts
@@ -111,9 +116,40 @@ def test_what_does_not_belong_together_is_an_error() -> None:
         reward_of(Client())(["a"], ["b", "c"])
 
 
+FRAME = SampleFrame(("<s>user: ",), ((1, 2),), "|bot:", "</s>\n")
+
+
+@pytest.mark.parametrize(
+    ("frame", "prompt", "completion", "fault"),
+    [
+        (FRAME, "What is red?", " A rose.", "it begins with 'What is red? A rose.', and the model"),
+        (FRAME, "<s>user: a|bot:", " b", "it ends without '</s>', because TRL removes special"),
+        (FRAME, "<s>user: a|bot:", " b</s>", None),
+        (FRAME, [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}], None),
+        (None, "What is red?", " A rose.", None),
+    ],
+)
+def test_strings_outside_the_models_template_are_reported_once(
+    frame: SampleFrame | None, prompt: Any, completion: Any, fault: str | None, caplog: Any
+) -> None:
+    """A raw text gets a reward that means little, and nothing else would say so."""
+    client = Client()
+    client.frame = frame
+    reward = reward_of(client)
+    for _ in range(2):
+        reward([prompt, prompt], [completion, completion])
+    assert [fault in message for message in caplog.messages] == [True] * (fault is not None)
+    if fault is not None:
+        assert "prompts that are lists of messages. Ignore this if" in caplog.text
+    assert reward_of(client)([], []) == []
+
+
 def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
-    reward = reward_function("http://127.0.0.1:9", retry_s=0, name="good")
+    reward = reward_function("http://127.0.0.1:9", retry_s=0, wait_s=0, name="good")
     assert reward.__name__ == "good"
+    options = ({}, {"attribute": "humor"}, {"attribute": "humor", "name": "funny"})
+    names = [reward_function("http://127.0.0.1:9", **arguments).__name__ for arguments in options]
+    assert names == ["reward_model", "humor", "funny"]
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9"):
         reward(["a"], ["b"])
 

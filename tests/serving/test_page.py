@@ -92,12 +92,6 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
     assert names["contract"] == CONTRACT
     assert without_spread == f"[[ {total(TEXT):.0f}. {-total(TEXT):.0f}.]] None None"
     assert plain == f"{without_spread} None"
-    reward = names["reward"]
-    assert reward(["a", "b"], completions=["c", "d"], step=1) == [196.0, 198.0]
-    assert str(reward(["a", ""], completions=["c", ""])) == "[196.0, nan]"
-    asked = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
-    said_of = [[{"role": "assistant", "content": "c"}], [{"role": "assistant", "content": "d"}]]
-    assert reward(prompts=asked, completions=said_of) == [196.0, 198.0]
 
 
 def test_every_curl_is_answered_with_the_reward_of_its_text(

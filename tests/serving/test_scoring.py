@@ -17,7 +17,7 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import kserve, kserve_body
-from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import GOOD, FakeClient, call, call_async, make, message
 
@@ -137,6 +137,66 @@ def test_text_in_another_template_is_rejected_if_asked_for() -> None:
     assert client.asked == [[OURS]]
     assert call(app, "/v1/rewards", {"texts": [OTHER]}).json["rewards"] == [None]
     assert call(app, "/classify", {"input": OURS}).status == 200
+
+
+def test_rejected_sample_gets_the_reward_that_is_set_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On the routes of trainers that need a number for each sample; their log has the reason."""
+    app = make(FakeClient(), refused_reward=-5.0)
+    some = call(app, "/get_reward", {"query": ["a", "", "b", ""]})
+    names = ("reward_sum", "reward_minus", "truncated", "refused")
+    assert some.json["rewards"] == some.json["scores"] == [48.5, -5.0, 49.0, -5.0]
+    assert list(some.json["extra_logs"]) == [*names]
+    assert some.json["extra_logs"]["reward_minus"] == [-97.0, -5.0, -98.0, -5.0]
+    assert some.json["extra_logs"]["refused"] == [0.0, 1.0, 0.0, 1.0]
+    assert call(app, "/get_reward", {"query": [""]}).json["rewards"] == [-5.0]
+    assert call(app, "/get_reward", {"query": ["a"]}).json["extra_logs"]["refused"] == [0.0]
+    assert call(app, "/remote_rm", {"prompt": "", "response": ""}).json == -5.0
+    assert rows_counted(app, "/get_reward", "refused") == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"Warning: {path}: a sample without a reward gets -5 (refused_reward): row {row}: the text "
+        "is empty. Further ones are not logged"
+        for path, row in (("/get_reward", 1), ("/remote_rm", 0))
+    ]
+    # The other routes reject it, and a failure of the server is no fault of the sample.
+    assert call(app, "/classify", {"input": ""}).status == 400
+    failing = FakeClient()
+    failing.failure = ServingError("nobody")
+    assert call(make(failing, refused_reward=-5.0), "/get_reward", {"query": ["a"]}).status == 503
+    with pytest.raises(ConfigError, match="refused_reward: got inf, wanted a finite number"):
+        make(FakeClient(), refused_reward=float("inf"))
+
+
+def test_rejected_request_is_logged_once_for_each_path_and_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """OpenRLHF shows only the status of an error answer, so the log has to say what is wrong."""
+    app = make()
+    for _ in range(2):
+        call(app, "/get_reward", {"query": ["a", ""]})
+        call(app, "/get_reward", {"queries": ["a"]})
+        call(app, "/remote_rm", {"prompt": "a"})
+        call(app, "/", {"query": ["a"]})
+        call(app, "/get_rewards", {"query": ["a"]})
+        call(app, "/get_reward")
+    ends = "Further ones are not logged"
+    assert capsys.readouterr().out.splitlines() == [
+        f"Warning: /get_reward: rejected (HTTP 400): row 1: the text is empty. {ends}",
+        "Warning: /remote_rm: rejected (HTTP 400): response: required, but missing. " + ends,
+        "Warning: '/': rejected (HTTP 404): this server has no such path. GET /docs lists all "
+        f"paths. {ends}",
+        "Warning: '/get_rewards': rejected (HTTP 404): this server has no such path; did you "
+        f"mean /get_reward? GET /docs lists all paths. {ends}",
+        f"Warning: /get_reward: rejected (HTTP 405): got GET, wanted POST. {ends}",
+    ]
+    secret = make(token="secret")
+    call(secret, "/get_reward", {"query": ["a"]})
+    assert "HTTP 401): the bearer token is missing or wrong" in capsys.readouterr().out
+    for number in range(200):
+        call(app, f"/scan/{number}")
+    assert len(capsys.readouterr().out.splitlines()) == 95
 
 
 LONG_TEXT = "z" * 50  # the fake client truncates it

@@ -40,18 +40,18 @@ class FingerprintCheck:
         self.latest: str | None = None
         self._servers: dict[str, str] = {}
 
-    def find_fault(self, server: str, fingerprint: str | None) -> str | None:
+    def find_fault(self, fingerprint: str | None) -> str | None:
         """Return an error text if a server's model is not the expected one; None if it is."""
         if self.expected is not None and fingerprint != self.expected:
             return (
                 f"got the model fingerprint {fingerprint or '(none)'}, wanted {self.expected}. "
                 "Serve the model with that fingerprint, or set expect_fingerprint to the new one"
             )
-        self._warn_if_new(server, fingerprint)
-        self.latest = fingerprint
         return None
 
-    def _warn_if_new(self, server: str, fingerprint: str | None) -> None:
+    def accept(self, server: str, fingerprint: str | None) -> None:
+        """Store the fingerprint of a server that has the right contract; warn of a new model."""
+        self.latest = fingerprint
         # None: servers of earlier versions send no fingerprint, so their model is unknown.
         if fingerprint is None or fingerprint in self._servers:
             return

@@ -42,6 +42,8 @@ T = TypeVar("T")
 # flight more than the least busy server. To wait for a few requests takes less time than to compute
 # a long dialogue again; without a limit, a prefix of all samples would leave other servers idle.
 _MOST_EXTRA_REQUESTS = 4
+# Seconds without any server after which a line says what the client waits for.
+_QUIET_S = 5.0
 
 
 class NoServerError(ServingError):
@@ -206,6 +208,7 @@ class ServerPool:
                 self._contract_check.check_published(server.name, contract, fingerprint)
             else:
                 self._contract_check.check_fingerprint(server.name, fingerprint)
+                self._contract_check.fingerprints.accept(server.name, fingerprint)
             return contract
 
         return await self._call_server(fetch, 1)
@@ -339,6 +342,7 @@ class ServerPool:
                 self._give_up_if_hopeless(search)
                 search.note_trouble(now)
                 self._give_up_if_over(search, now)
+                self._log_long_wait(search, now)
             await self._wait_for_change(now, search)
 
     async def _wait_for_first_handshakes(self) -> None:
@@ -462,6 +466,14 @@ class ServerPool:
             await asyncio.wait(handshakes, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(pause)
+
+    def _log_long_wait(self, search: _Search, now: float) -> None:
+        """Log once why a request waits, if no server has answered since the start of the client."""
+        started_at = now if search.trouble_since is None else search.trouble_since
+        if not (self._ever_ready or self._has_logged_trouble) and now - started_at >= _QUIET_S:
+            self._has_logged_trouble = True
+            trouble = self.trouble() or search.last_trouble
+            logger.warning("%s; waiting up to %g s for a server", trouble, self._wait_s)
 
     def _log_trouble(self, trouble: str) -> None:
         if not self._has_logged_trouble:

@@ -108,6 +108,16 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return self._wait(self._submit(ServerPool.fetch_contract))
 
+    def sample_frame(self) -> SampleFrame | None:
+        """Fetch the text that the servers' chat template writes before and after a sample.
+
+        None if there is no chat template, or the server does not publish it.
+
+        Raises:
+            ServingError: no server answers.
+        """
+        return self._wait(self._submit(ServerPool.fetch_sample_frame))
+
     @property
     def fingerprint(self) -> str | None:
         """Model fingerprint of the latest answer; None before the first answer, or if it has none.
@@ -233,10 +243,7 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(ServerPool.fetch_turn_end)
 
     async def sample_frame_async(self) -> SampleFrame | None:
-        """Fetch the text that the servers' chat template writes before and after a sample.
-
-        None if there is no chat template, or the server does not publish it.
-        """
+        """Fetch what ``sample_frame`` returns, as a coroutine."""
         return await self._run(ServerPool.fetch_sample_frame)
 
     async def probe_async(self) -> dict[str, str | None]:

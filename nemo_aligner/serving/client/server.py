@@ -525,12 +525,8 @@ class ContractCheck:
         return expected and f"got the model fingerprint (none), wanted {expected}"
 
     def check_fingerprint(self, server: str, fingerprint: str | None) -> None:
-        """Check the fingerprint of a server's model.
-
-        Raises:
-            OtherModelError: the fingerprint is not the expected one.
-        """
-        fault = self.fingerprints.find_fault(server, fingerprint)
+        """Raise OtherModelError if a server's model has not the expected fingerprint."""
+        fault = self.fingerprints.find_fault(fingerprint)
         if fault is not None:
             raise OtherModelError(server, fault)
 
@@ -554,6 +550,7 @@ class ContractCheck:
         expected = self._published.values() if self._expected is None else [self._expected]
         for other in expected:
             _check_same_contract(server, published, other)
+        self.fingerprints.accept(server, fingerprint)
         self._published[server] = published
         if contract is not None:
             self.columns = len(contract.attributes)
@@ -580,6 +577,7 @@ class ContractCheck:
         if self._expected is None:
             self._expected = actual
         _check_same_contract(server, actual, self._expected)
+        self.fingerprints.accept(server, fingerprint)
         self.columns = columns
 
     def withdraw(self, server: str) -> None:
@@ -592,7 +590,9 @@ def _check_same_contract(server: str, actual: _ServerContract, expected: _Server
         return
     text = f"got the scoring contract {actual.hash or '(none)'}, "
     text += f"wanted {expected.hash or '(none)'}"
-    if expected.server:
+    if expected.server == server:
+        text += ", which this server had before: all rewards of a client must have one contract"
+    elif expected.server:
         text += f", the one of {expected.server}: all rewards of a client must have one contract"
     if actual.contract is not None and expected.contract is not None:
         text += f": {describe_differences(expected.contract.differences(actual.contract))}"

@@ -10,6 +10,7 @@ A request passes these files in this order:
 ``bodies.py``      reads a body within the memory limit of all requests
 ``kserve.py``      answers KServe v2; the other protocols are in ``serving/protocols``
 
-``metrics.py`` counts requests, rows and connections for Prometheus. No module here imports torch,
-because a gateway uses the front, too, and runs without torch.
+``metrics.py`` counts requests, rows and connections for Prometheus; ``notices.py`` logs the first
+request of each kind that its sender has to correct. No module here imports torch, because a gateway
+uses the front, too, and runs without torch.
 """

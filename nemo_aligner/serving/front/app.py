@@ -29,6 +29,7 @@ from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.bodies import BodyReader, RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
 from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
+from nemo_aligner.serving.front.notices import RequestNotices
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
@@ -118,7 +119,7 @@ class Front:
         self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
-        self._bodies = RequestBodies(config)
+        self._bodies, self._notices = RequestBodies(config), RequestNotices()
         self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
         self._routes: dict[str, list[Route[Any]]] = {}
         for route in ROUTES if scoring is not None else ():
@@ -185,6 +186,7 @@ class Front:
 
     def _refuse_token(self, path: str) -> ASGIApp:
         failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
+        self._notices.note_rejection("the server", failure.kind.status, failure.message)
         if self._is_kserve(path):
             answer = kserve.refuse(failure)
             headers = {**answer.headers, "WWW-Authenticate": "Bearer"}
@@ -207,7 +209,6 @@ class Front:
         self._add_status_routes(app)
         if scoring is None:
             return app
-        template_warnings = _TemplateWarnings()
         for path, routes in self._routes.items():
             about = "; ".join(route.about for route in routes)
             app.add_api_route(
@@ -218,7 +219,7 @@ class Front:
                     self._config,
                     self.metrics,
                     self._bodies,
-                    template_warnings,
+                    self._notices,
                 ).handle,
                 methods=["POST"],
                 summary=about,
@@ -244,13 +245,15 @@ class Front:
         path = request.url.path
         near = suggestion(path, [*self._routes, "/health", "/ready", _METRICS_PATH])
         meant = f"; did you mean {near}?" if near else "."
-        text = f"{shown(path)}: this server has no such path{meant} GET /docs lists all paths"
-        return respond(HttpAnswer(404, {"detail": text}))
+        reason = f"this server has no such path{meant} GET /docs lists all paths"
+        self._notices.note_rejection(shown(path), 404, reason)
+        return respond(HttpAnswer(404, {"detail": f"{shown(path)}: {reason}"}))
 
     async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:
         other = "POST" if request.method == "GET" else "GET"
-        text = f"{request.url.path}: got {request.method}, wanted {other}"
-        return respond(HttpAnswer(405, {"detail": text}))
+        path, reason = request.url.path, f"got {request.method}, wanted {other}"
+        self._notices.note_rejection(path, 405, reason)
+        return respond(HttpAnswer(405, {"detail": f"{path}: {reason}"}))
 
     def _add_status_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
@@ -295,27 +298,6 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
 
-class _TemplateWarnings:
-    """Logs a sample that is not in the model's chat template; once for each kind of difference."""
-
-    def __init__(self) -> None:
-        self._noted: set[str] = set()
-
-    def note(self, path: str, row: int, fault: str) -> None:
-        """Log that a sample (``row`` of a request to ``path``) is not in the model's chat template.
-
-        Only the first sample of each kind of ``fault`` is logged.
-        """
-        kind = " ".join(fault.split()[:2])  # e.g. "it begins", "it has" or "it ends"
-        if kind not in self._noted:
-            self._noted.add(kind)
-            print(
-                f"Warning: {path}, row {row}: {fault}. Further such samples are only counted "
-                "(foreign_template in /metrics)",
-                flush=True,
-            )
-
-
 class _RouteHandler:
     """Handles requests for all routes of a path: parses, scores, and builds answer or error."""
 
@@ -326,12 +308,11 @@ class _RouteHandler:
         config: FrontConfig,
         metrics: FrontMetrics,
         bodies: RequestBodies,
-        template_warnings: _TemplateWarnings,
+        notices: RequestNotices,
     ) -> None:
         self._route, *self._others = routes
         self._scoring, self._config, self._metrics = scoring, config, metrics
-        self._bodies = bodies
-        self._template_warnings = template_warnings
+        self._bodies, self._notices = bodies, notices
 
     async def handle(self, request: Request) -> Response:
         """Answer a request in the form of its route, and count it."""
@@ -357,7 +338,9 @@ class _RouteHandler:
         except Exception as error:
             failure = public_failure(error)
         # An error answer may repeat the whole body, so that of a large body is built in a thread.
-        return await call_by_size(size, self._refuse, route, failure, body)
+        response = await call_by_size(size, self._refuse, route, failure, body)
+        self._notices.note_rejection(route.path, response.status_code, failure.message)
+        return response
 
     def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
         return respond(route.refuse(failure, body), failure.retry_after_s)
@@ -414,7 +397,7 @@ class _RouteHandler:
         if foreign:
             request = self._note_foreign_rows(route, request, foreign)
         try:
-            scored = await self._scoring.answer(request, route.sets_rows_aside)
+            scored = await self._score_rows(route, request)
             if not foreign:
                 return scored
             is_foreign = np.isin(np.arange(len(scored.rewards)), [*foreign])
@@ -423,6 +406,23 @@ class _RouteHandler:
             if refusal.row is None or route.with_other_reply is None:
                 raise
             return await self._blame(refusal, route.with_other_reply(body))
+
+    async def _score_rows(self, route: Route[Any], request: ScoreRequest) -> ScoredRows:
+        """Score a request; rows that get ``refused_reward`` have NaN and the reason.
+
+        Rows are set aside only after the model has rejected one of them. If a judge or a server
+        fails first, the request fails, because the trainer can send it again.
+        """
+        try:
+            return await self._scoring.answer(request, route.sets_rows_aside)
+        except RequestError as refusal:
+            is_sample = refusal.kind is FailureKind.bad_request and refusal.row is not None
+            reward = self._config.refused_reward
+            if not (is_sample and route.takes_refused_reward) or reward is None:
+                raise
+            status = refusal.kind.status
+            self._notices.note_rejection(route.path, status, refusal.message, reward)
+        return await self._scoring.answer(request, sets_rows_aside=True)
 
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
@@ -436,7 +436,7 @@ class _RouteHandler:
                 errors of single rows.
         """
         row, fault = next(iter(foreign.items()))
-        self._template_warnings.note(route.path, row, fault)
+        self._notices.note_template(route.path, row, fault)
         if not self._config.reject_foreign_templates:
             return request
         if not route.sets_rows_aside:
@@ -461,14 +461,15 @@ class _RouteHandler:
 
     def _describe_model(self, scored: ScoredRows) -> Served:
         contract, threshold = self._scoring.contract, self._config.reward_threshold
+        refused = self._config.refused_reward
         if contract is not None:
             weights, scale = contract.attribute_weights, contract.reward_scale
-            return Served(MODEL_NAME, contract.attributes, weights, threshold, scale)
+            return Served(MODEL_NAME, contract.attributes, weights, threshold, scale, refused)
         # No contract: a backend that runs NVIDIA's NeMo-Aligner publishes none, so the attributes
         # have no names.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
-        return Served(MODEL_NAME, names, None, threshold)
+        return Served(MODEL_NAME, names, None, threshold, refused_reward=refused)
 
 
 def _field_names(content: bytes) -> Collection[str]:

@@ -81,6 +81,8 @@ class Served:
             no scoring contract.
         reward_threshold: from this reward on, NeMo Gym counts a reply as good.
         scale: ``reward_scale`` of the contract; None if the server publishes none.
+        refused_reward: reward of a sample that cannot be scored, on routes that take it; None if
+            such a sample fails its request.
     """
 
     model_name: str
@@ -88,6 +90,14 @@ class Served:
     weights: Sequence[float] | None
     reward_threshold: float | None = None
     scale: str | None = None
+    refused_reward: float | None = None
+
+    def fill_refused(self, values: np.ndarray, scored: ScoredRows) -> list[Any]:
+        """Return ``values [B, ...]`` with ``refused_reward`` in each row that has no reward."""
+        filled = values.copy()
+        if self.refused_reward is not None:
+            filled[[*scored.errors]] = self.refused_reward
+        return filled.tolist()
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
         """Merge the A attributes of rewards ``[B, A]`` into one reward per row, by ``weights``.
@@ -165,6 +175,9 @@ class Route(Generic[T]):
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
             the prompt is at fault, and ``refuse`` builds the answer.
+        takes_refused_reward: whether a row that cannot be scored gets the setting
+            ``refused_reward``, if it is not null. It is for trainers whose runs end without a
+            reward for each sample.
         marks: names of fields that only this protocol has. They select this route if another
             protocol has an earlier route at the same ``path``.
     """
@@ -180,6 +193,7 @@ class Route(Generic[T]):
     completes_turns: bool = False
     with_other_reply: Callable[[T], ScoreRequest] | None = None
     marks: tuple[str, ...] = ()
+    takes_refused_reward: bool = False
 
     def parse(self, body: bytes) -> T:
         """Parse the body of a request.

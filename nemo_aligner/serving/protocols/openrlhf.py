@@ -6,12 +6,17 @@ sends ``query``, raw texts of prompt and reply in the policy's chat template. It
 policy's end-of-turn token: then it is completed with the text that the model's chat template writes
 after that token. The trainer filters prompts by ``scores`` of the answer, and logs its
 ``extra_logs``.
+
+A query that cannot be scored gets the reward ``refused_reward`` of the server's settings. If that
+is null, it is an HTTP 400: the trainer sends it five times, and then ends with an error that does
+not name the cause, because its batches need a reward for each sample.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
@@ -48,14 +53,22 @@ def read(body: GetRewardRequest) -> ScoreRequest:
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer: rewards, and ``extra_logs`` with truncation and attributes."""
+    """Build the answer: rewards, and ``extra_logs`` with truncation and attributes.
+
+    With ``refused_reward``, ``refused`` in the logs is 1 for a query that got it.
+    """
     rewards = scored.rewards
-    merged = served.one_reward(rewards)
+    merged = served.fill_refused(np.array(served.one_reward(rewards)), scored)
     several = served.attributes if rewards.shape[1] > 1 else ()
-    logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}
-    # Send the field in every answer, even if all values are 0: OpenRLHF averages it only over
-    # answers that have it.
+    # OpenRLHF merges the logs of many answers, so each answer needs the same fields with a number
+    # for each query, even if all of them are 0.
+    logs = {
+        f"reward_{name}": served.fill_refused(rewards[:, column], scored)
+        for column, name in enumerate(several)
+    }
     logs["truncated"] = scored.exceeded.astype(float).tolist()
+    if served.refused_reward is not None:
+        logs["refused"] = np.isin(np.arange(len(rewards)), [*scored.errors]).astype(float).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 
 
@@ -69,5 +82,6 @@ ROUTES = [
         answer,
         refuse_with_detail,
         completes_turns=True,
+        takes_refused_reward=True,
     )
 ]

@@ -9,13 +9,15 @@ prompt is a string, and ``prompt + response`` is scored as a raw text. Otherwise
 list of messages, and ``response`` is the assistant's next message. ``label`` (the right answer, for
 rule-based rewards) is ignored.
 
-If the status is not 200, slime repeats the request up to ten times, and then ends its run.
+If the status is not 200, slime repeats the request up to ten times, and then ends its run. So a
+sample that cannot be scored gets the setting ``refused_reward`` as its reward, if it is not null.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from pydantic import Field, RootModel
 
 from nemo_aligner.serving.failures import RequestError
@@ -57,8 +59,8 @@ def read(body: RemoteRmRequest) -> ScoreRequest:
 
 def answer(body: RemoteRmRequest, scored: ScoredRows, served: Served) -> float:
     """Return the reward, merged over the attributes, as a bare number."""
-    (reward,) = served.one_reward(scored.rewards)
-    return reward
+    (reward,) = served.fill_refused(np.array(served.one_reward(scored.rewards)), scored)
+    return float(reward)
 
 
 def refuse(failure: RequestError, body: RemoteRmRequest | None) -> HttpAnswer:
@@ -76,5 +78,6 @@ ROUTES = [
         answer,
         refuse,
         completes_turns=True,
+        takes_refused_reward=True,
     )
 ]

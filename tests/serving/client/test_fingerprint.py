@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.client.misbehaving import Misbehaving, failure
-from tests.serving.fake_server import total
+from tests.serving.fake_server import CONTRACT, total
 
 ONE, TWO = "1" * 32, "2" * 32
 
@@ -94,6 +95,20 @@ def test_client_warns_once_of_another_model_and_goes_on(
         f"{name} had {ONE}, with the same scoring contract. Set expect_fingerprint to accept only "
         "one model"
     ]
+
+
+def test_model_with_another_contract_is_rejected_without_the_warning(
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning says that the contract is the same, and that rewards come from the new model."""
+    lone.fingerprint = ONE
+    with RewardClient(lone.url, retry_s=0.2) as client:
+        client.score(["a"])
+        lone.fingerprint, lone.contract = TWO, replace(CONTRACT, seq_length=9)
+        with pytest.raises(ServingError, match="which this server had before: all rewards of a"):
+            client.score(["b"])
+        assert client.fingerprint == ONE
+    assert not warnings(caplog)
 
 
 def test_client_warns_of_two_models_behind_one_pool(

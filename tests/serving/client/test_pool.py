@@ -129,11 +129,16 @@ def test_url_may_have_a_proxy_s_prefix_and_the_error_tells_where_it_has_another_
         assert ("; the path in the URL, /rewards/v1/rewards, must be" in error) == bool(path)
 
 
-def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> None:
+def test_client_waits_for_a_server_as_long_as_was_said(
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lone.go()
+    monkeypatch.setattr("nemo_aligner.serving.client.pool._QUIET_S", 0.2)
     took, error = failure(lone.url, wait_s=0.5)
     assert 0.5 <= took < 3
     assert "no server was ready within 0.5 s (wait_s)" in error
+    (line,) = caplog.messages
+    assert line.endswith("no server listens there; waiting up to 0.5 s for a server")
     with RewardClient(lone.url, wait_s=10) as client:
         future = client.score_future(["a"])
         time.sleep(0.3)
@@ -381,7 +386,10 @@ def test_other_contract_is_refused_until_both_servers_have_one(
         client.score(["a"])
         two[0].contract = OTHER
         for _ in range(2):
-            assert f"wanted {CONTRACT.hash}, the one of" in seconds(client.score, ["a"])[1]
+            assert (
+                f"wanted {CONTRACT.hash}, which this server had before"
+                in seconds(client.score, ["a"])[1]
+            )
 
 
 def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:

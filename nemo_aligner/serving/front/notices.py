@@ -1,0 +1,60 @@
+"""Lines in the server's log about requests that clients have to correct; one for each kind.
+
+A run sends millions of samples, so only the first of each kind is logged. Some trainers (OpenRLHF,
+slime) never show the text of an error answer, so this log is the only place with the reason.
+"""
+
+from __future__ import annotations
+
+# Most kinds that are logged, so that a scan of many paths does not fill the log.
+_MOST_KINDS = 100
+
+
+class RequestNotices:
+    """Logs the first sample in another chat template, and the first rejected request, of a kind."""
+
+    def __init__(self) -> None:
+        self._noted: set[tuple[str, ...]] = set()
+
+    def note_template(self, path: str, row: int, fault: str) -> None:
+        """Log that a sample (``row`` of a request to ``path``) is not in the model's chat template.
+
+        Only the first sample of each kind of ``fault`` is logged.
+        """
+        kind = " ".join(fault.split()[:2])  # e.g. "it begins", "it has" or "it ends"
+        if self._is_new("template", kind):
+            print(
+                f"Warning: {path}, row {row}: {fault}. Further such samples are only counted "
+                "(foreign_template in /metrics)",
+                flush=True,
+            )
+
+    def note_rejection(
+        self, path: str, status: int, reason: str, refused_reward: float | None = None
+    ) -> None:
+        """Log why a request to ``path`` was rejected, once for each path and status.
+
+        Only statuses of 400 to 499 are the sender's fault; failures of the server are logged where
+        they happen.
+
+        Args:
+            path: path of the request, or what else was rejected.
+            status: HTTP status of the answer, or of the answer without ``refused_reward``.
+            reason: the error message.
+            refused_reward: the reward that the sample got instead of an error answer, if it did.
+        """
+        if not 400 <= status < 500 or not self._is_new(path, str(status)):
+            return
+        outcome = f"rejected (HTTP {status})"
+        if refused_reward is not None:
+            outcome = f"a sample without a reward gets {refused_reward:g} (refused_reward)"
+        print(
+            f"Warning: {path}: {outcome}: {reason}. Further ones are not logged",
+            flush=True,
+        )
+
+    def _is_new(self, *kind: str) -> bool:
+        if kind in self._noted or len(self._noted) >= _MOST_KINDS:
+            return False
+        self._noted.add(kind)
+        return True
