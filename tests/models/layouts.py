@@ -58,7 +58,7 @@ IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invarianc
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
-    "qwen3_next", "gpt_oss", "nemotron_h_moe",
+    "qwen3_next", "gpt_oss", "nemotron_h_moe", "gemma4_moe",
 ]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
 HYBRIDS = [
@@ -81,8 +81,8 @@ LORA_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # One of each kind of layer that has adapters, except plain ones (tests/paths/distributed).
 LORA_CASES = [
-    "gemma4", "gemma4_small", "nemotron_h", "nemotron_h_moe", "deepseek_v3", "gpt_oss",
-    "qwen3_5_moe",
+    "gemma4", "gemma4_small", "gemma4_moe", "nemotron_h", "nemotron_h_moe", "deepseek_v3",
+    "gpt_oss", "qwen3_5_moe",
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
