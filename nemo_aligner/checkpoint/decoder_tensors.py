@@ -33,6 +33,13 @@ PER_LAYER_NORM = "per_layer_embedding.norm.weight"
 VOCABULARY_TENSORS = (EMBEDDING, OUTPUT_LAYER, PER_LAYER_TABLE)
 # Attention sinks, by megatron-core's name of the parameter.
 SINKS = "self_attention.core_attention.softmax_offset"
+# Norms of the inputs and outputs of the two branches of an MLP with experts, in a Gemma 4.
+_BRANCH_NORMS = (
+    "shared_experts_layernorm",
+    "shared_experts_post_layernorm",
+    "experts_layernorm",
+    "experts_post_layernorm",
+)
 # Prefix of tensor names in archives of this package and of NeMo 1.
 PREFIX = "model."
 
@@ -88,11 +95,13 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
         # the router follows the norm, so the norm is a separate module.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
-        if shape.has_mlp and not shape.one_norm_per_layer:
+        has_norm = shape.has_mlp and not (shape.experts and shape.experts.branch_norms)
+        if has_norm and not shape.one_norm_per_layer:
             tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
-        tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
+        if shape.experts is None:
+            tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
     if shape.gemma4 is not None:
         tensors["layer_output.scalar"] = (1,)
         width, hidden = shape.gemma4.per_layer_width, shape.hidden_size
@@ -170,16 +179,7 @@ def _mlp(shape: ModelShape) -> Shapes:
     """Return the shapes of one layer's MLP matrices by name; for MoE, of router and all experts."""
     hidden, experts = shape.hidden_size, shape.experts
     if experts is None:
-        rows = (1 + shape.is_gated) * shape.ffn_hidden_size
-        dense: Shapes = {
-            "mlp.linear_fc1.weight": (rows, hidden),
-            "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
-        }
-        if shape.linear_bias:
-            dense |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
-        if shape.activation == "xielu":
-            dense |= {f"mlp.activation_func.{name}": (2,) for name in ("alpha", "constants")}
-        return dense
+        return _dense_mlp(shape)
     tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
     if experts.shared_gate:
         tensors["mlp.router.shared_gate"] = (1, hidden)
@@ -196,9 +196,26 @@ def _mlp(shape: ModelShape) -> Shapes:
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
     if experts.router_bias:
         tensors["mlp.router.bias"] = (experts.count,)
+    if experts.branch_norms:
+        tensors["mlp.router.expert_scale"] = (experts.count,)
+        for name in ("router.norm", "post_layernorm", *_BRANCH_NORMS):
+            tensors |= _norm(shape, f"mlp.{name}.")
     if experts.has_biases:
         tensors["mlp.experts.linear_fc1.bias"] = (experts.count, 2, experts.width)
         tensors["mlp.experts.linear_fc2.bias"] = (experts.count, hidden)
+    return tensors
+
+
+def _dense_mlp(shape: ModelShape) -> Shapes:
+    hidden, rows = shape.hidden_size, (1 + shape.is_gated) * shape.ffn_hidden_size
+    tensors: Shapes = {
+        "mlp.linear_fc1.weight": (rows, hidden),
+        "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
+    }
+    if shape.linear_bias:
+        tensors |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
+    if shape.activation == "xielu":
+        tensors |= {f"mlp.activation_func.{name}": (2,) for name in ("alpha", "constants")}
     return tensors
 
 

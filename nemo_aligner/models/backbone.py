@@ -36,7 +36,7 @@ from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.experts import MixtureOfExperts
-from nemo_aligner.models.gemma4 import Gemma4Attention, Gemma4Output
+from nemo_aligner.models.gemma4 import Gemma4Attention, Gemma4Experts, Gemma4Output
 from nemo_aligner.models.internals import (
     add_weight_gradients_on_gpu,
     has_weight_gradient_kernel,
@@ -301,6 +301,8 @@ class _Parts:
         if shape.experts is None:
             return self.norm, self.key_map
         names = {name: key for name, key in self.key_map.items() if name != _MLP_NORM}
+        if shape.experts.branch_norms:  # a Gemma 4, whose experts read the residual stream
+            return IdentityOp, names
         return (self.other_norm if shape.pre_layernorms else NoNorm), names
 
 
@@ -482,5 +484,7 @@ def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) ->
 
 
 def _expert_mlp(shape: ModelShape) -> type:
+    assert shape.experts is not None
     options = {"shape": shape.experts, "activation": ACTIVATIONS[shape.activation]}
-    return type("Experts", (MixtureOfExperts,), options)
+    base = Gemma4Experts if shape.experts.branch_norms else MixtureOfExperts
+    return type("Experts", (base,), options)

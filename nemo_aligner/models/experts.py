@@ -92,23 +92,30 @@ class MixtureOfExperts(MegatronModule):
             balance: which rows are real tokens, which the router counts; needed in training.
         """
         chosen, weights = self.router(tokens, rows, balance)
-        is_split, group = self.config.sequence_parallel, self._group
-        if is_split:
-            tokens = gather_from_sequence_parallel_region(tokens, group=group)
-            weights = gather_from_sequence_parallel_region(weights, group=group)
-            chosen = gather_from_sequence_parallel_region(chosen, group=group)
-        elif group.size() > 1:
-            # These two calls change nothing in the forward pass. Their backward pass sums gradients
-            # over the TP ranks, each of which has a part of every expert.
-            tokens = copy_to_tensor_model_parallel_region(tokens, group=group)
-            weights = copy_to_tensor_model_parallel_region(weights, group=group)
-        total = self._run_experts(tokens, chosen, weights[:, : self.shape.top_k], rows)
+        tokens, weights = self._share(tokens), self._share(weights)
+        total = self._run_experts(tokens, self._share(chosen), weights[:, : self.shape.top_k], rows)
         if self.shared_experts is not None:
             added = self.shared_experts(tokens, RowCounts(None, [len(tokens)]), rows)
             if self.shape.shared_gate:
                 added = added * weights[:, -1:]
             total = total + added
-        return sum_partial(total.to(tokens.dtype), group, is_split, rows)
+        return self._sum(total.to(tokens.dtype), rows)
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        """Return all rows of ``tensor``, of which sequence parallelism splits the rows.
+
+        The backward pass sums gradients over the TP ranks, each of which has a part of every
+        expert.
+        """
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(tensor, group=self._group)
+        if self._group.size() == 1 or not tensor.is_floating_point():
+            return tensor
+        return copy_to_tensor_model_parallel_region(tensor, group=self._group)
+
+    def _sum(self, partial: Tensor, rows: int | None) -> Tensor:
+        """Sum ``partial`` over the TP ranks; with sequence parallelism, keep this rank's rows."""
+        return sum_partial(partial, self._group, self.config.sequence_parallel, rows)
 
     def _run_experts(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, rows: int | None

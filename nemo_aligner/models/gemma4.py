@@ -1,4 +1,4 @@
-"""Gemma 4's decoder layers: attention, inputs of each layer, and the layers' scalars.
+"""Gemma 4's decoder layers: attention, experts, inputs of each layer, and the layers' scalars.
 
 The formulas are those of transformers' ``models/gemma4/modeling_gemma4.py``. ``Gemma4Shape``
 describes the traits.
@@ -18,12 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.models.activations import ACTIVATIONS
+from nemo_aligner.models.expert_rows import RowCounts
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, invariant_linear, rows_now
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shapes.decoder import ModelShape
 
 if TYPE_CHECKING:
-    from nemo_aligner.models.pack_context import PackContext
+    from nemo_aligner.models.pack_context import Balance, PackContext
 
 
 class UnweightedRMSNorm(SequenceParallelRMSNorm):
@@ -140,6 +142,34 @@ class Gemma4Attention(MegatronModule):
         assert self.v_layernorm is not None
         key = rotate(self.k_layernorm(grouped[:, :, :1]), *tables).squeeze(2)
         return key, self.v_layernorm(grouped[:, :, -1])
+
+
+class Gemma4Experts(MixtureOfExperts):
+    """Dense MLP and experts of a Gemma 4, from the residual stream: ``[T, 1, hidden]`` in and out.
+
+    It computes ``norm(norm(dense(norm(x))) + norm(experts(norm(x))))``; the five norms have weights
+    of their own. ``shared_experts`` is the dense MLP.
+    """
+
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+        super().__init__(config)
+        size, epsilon = config.hidden_size, config.layernorm_epsilon
+        norm = partial(SequenceParallelRMSNorm, config, size, epsilon)
+        self.shared_experts_layernorm, self.shared_experts_post_layernorm = norm(), norm()
+        self.experts_layernorm, self.experts_post_layernorm = norm(), norm()
+        self.post_layernorm = norm()
+
+    def _compute(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
+        assert self.shared_experts is not None
+        chosen, weights = self.router(tokens, rows, balance)
+        normed = self._share(self.experts_layernorm(tokens))
+        routed = self._run_experts(normed, self._share(chosen), self._share(weights), rows)
+        routed = self.experts_post_layernorm(self._sum(routed.to(normed.dtype), rows))
+        normed = self._share(self.shared_experts_layernorm(tokens))
+        dense = self.shared_experts(normed, RowCounts(None, [len(normed)]), rows)
+        dense = self.shared_experts_post_layernorm(self._sum(dense, rows))
+        output: Tensor = self.post_layernorm(dense + routed)
+        return output
 
 
 class Gemma4Output(MegatronModule):

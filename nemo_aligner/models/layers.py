@@ -245,7 +245,7 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose output has the model's dtype, whatever dtype the input has.
+    """RMSNorm whose output has the model's dtype, or ``output_dtype``, for any dtype of the input.
 
     Under sequence parallelism each rank norms only its own tokens. The weight is marked, so that
     Megatron sums its gradients over the TP ranks.
@@ -257,14 +257,19 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     pointwise: PointwiseKernels = EAGER
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        output_dtype: torch.dtype | None = None,
+        **unused: Any,
     ) -> None:
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
         self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._dtype = config.params_dtype
+        self._dtype = output_dtype or config.params_dtype
 
     def forward(self, x: Tensor, added: Tensor | None = None, alpha: float = 1.0) -> Any:
         """Norm ``x [..., c]``, or the sum of ``x`` and ``added``.

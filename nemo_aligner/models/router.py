@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.models.layers import invariant_linear
+from nemo_aligner.models.layers import SequenceParallelRMSNorm, invariant_linear
 from nemo_aligner.models.shapes.experts import ExpertShape
 
 if TYPE_CHECKING:
@@ -44,12 +44,16 @@ class Router(torch.nn.Module):
             token are divided by their sum to be its probabilities.
         expert_bias: ``[E]`` fp32, added to the scores for the choice of experts; a buffer, which is
             never trained. None without.
+        norm: norm of the tokens, whose output is then divided by the root of the hidden size, as
+            in Gemma 4; None without.
+        expert_scale: ``[E]``, factors of the experts' weights, as in Gemma 4; None without.
         load: ``[E]`` int64, how often each expert was chosen on this rank in training since the
             last ``take_load``.
     """
 
     aux_loss_coeff = 0.0
     expert_bias: Tensor | None
+    norm: SequenceParallelRMSNorm | None
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
@@ -69,6 +73,12 @@ class Router(torch.nn.Module):
         self.register_parameter("bias", None)
         if shape.router_bias:
             self.bias = torch.nn.Parameter(torch.empty(shape.count, **kind))
+        self.register_module("norm", None)
+        self.register_parameter("expert_scale", None)
+        if shape.branch_norms:
+            size, epsilon = config.hidden_size, config.layernorm_epsilon
+            self.norm = SequenceParallelRMSNorm(config, size, epsilon, output_dtype=torch.float32)
+            self.expert_scale = torch.nn.Parameter(torch.empty(shape.count, **kind))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         bias = None
@@ -90,7 +100,7 @@ class Router(torch.nn.Module):
             a gated shared expert the weights are ``[T, k + 1]``, and the last one is that expert's
             factor.
         """
-        wide = tokens.float()
+        wide = tokens.float() if self.norm is None else self.norm(tokens) * tokens.size(-1) ** -0.5
         logits = _multiply(wide, self.weight.float(), rows)
         if self.bias is not None:
             logits = logits + self.bias.float()
@@ -102,6 +112,9 @@ class Router(torch.nn.Module):
             assert balance is not None
             scores = self._add_balance_gradient(scores, chosen, balance)
         weights = self._weigh(scores.gather(-1, chosen))
+        if self.expert_scale is not None:
+            # Expand first: each element then gets one gradient, so no order of a sum is undefined.
+            weights = weights * self.expert_scale.float().expand_as(scores).gather(-1, chosen)
         if self.shared_gate is None:
             return chosen, weights
         factor = _sigmoid(_multiply(wide, self.shared_gate.float(), rows))

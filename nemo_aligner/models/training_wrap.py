@@ -38,8 +38,8 @@ def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) 
         aux_loss_coeff: factor of the auxiliary loss, see ``Router``.
     """
     for router in routers(model).values():
-        for parameter in (router.weight, router.bias):
-            if parameter is not None:
+        for name, parameter in router.named_parameters():
+            if name != "shared_gate":
                 parameter.requires_grad_(trained)
         router.aux_loss_coeff = aux_loss_coeff
 

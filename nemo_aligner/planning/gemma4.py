@@ -37,6 +37,32 @@ def layer_input_bytes(shape: ModelShape, gemma4: Gemma4Shape, plan: Plan) -> flo
     return elements * ELEMENT_BYTES[plan.precision] + statistics
 
 
+def kept_outside_mixer(
+    shape: ModelShape, gemma4: Gemma4Shape, plan: Plan, is_kept: bool
+) -> tuple[float, float]:
+    """Count what a Gemma 4's layer keeps per token, in addition to attention and an MLP.
+
+    The layer's own input is gated, projected and normed. Next to experts, the norms behind the two
+    branches of the MLP keep their inputs, the norms before the experts and the router keep
+    statistics, and a trained router keeps its input in fp32.
+
+    Args:
+        shape: the result of ``ModelShape.of_layer`` for the layer.
+        is_kept: linear layers of the MLP keep their inputs.
+
+    Returns:
+        The number of elements in the precision of training that tensor parallelism splits, and the
+        number of bytes that sequence parallelism splits.
+    """
+    size, width = ELEMENT_BYTES[plan.precision], gemma4.per_layer_width or 0
+    is_kept &= shape.lora is None
+    states = bool(width) * ((1 + is_kept) * shape.hidden_size * size + FP32_BYTES)
+    if shape.experts is not None:
+        in_fp32 = 4 + plan.train_router * shape.hidden_size
+        states += 2 * shape.hidden_size * size + FP32_BYTES * in_fp32
+    return (2 + is_kept) * width, states
+
+
 def kept_of_gemma4(
     shape: ModelShape, plan: Plan, is_output_kept: bool, key_width: float
 ) -> tuple[float, float]:

@@ -31,7 +31,12 @@ from nemo_aligner.planning.cost import (
     stage_layers,
     widths,
 )
-from nemo_aligner.planning.gemma4 import has_no_kernel, kept_of_gemma4, layer_input_bytes
+from nemo_aligner.planning.gemma4 import (
+    has_no_kernel,
+    kept_of_gemma4,
+    kept_outside_mixer,
+    layer_input_bytes,
+)
 
 GIB = 2**30
 
@@ -209,10 +214,8 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
     if shape.gemma4 is not None and not is_last:
-        width = shape.gemma4.per_layer_width or 0
-        is_kept = shape.lora is None and keeps("linear_fc1")
-        inner += (2 + is_kept) * width
-        states += bool(width) * ((1 + is_kept) * h * size + FP32_BYTES) / split
+        added = kept_outside_mixer(shape, shape.gemma4, plan, keeps("linear_fc1"))
+        inner, states = inner + added[0], states + added[1] / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
     return states + (inner * size + heads * FP32_BYTES) / plan.tp
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -101,6 +103,41 @@ def _shift_norms(model: Any) -> None:
                 constant.add_(torch.randn_like(constant), alpha=0.1)
             if name.endswith("layer_scalar"):
                 constant.add_(torch.randn_like(constant), alpha=0.2)
+
+
+def assert_close(
+    found: torch.Tensor, wanted: torch.Tensor, relative: float, what: str = ""
+) -> None:
+    """Within ``relative`` of how large ``wanted`` is."""
+    scale = float(wanted.abs().max())
+    assert scale > 0, what
+    far = float((found - wanted).abs().max()) / scale
+    assert far <= relative, f"{what}: {far} of {scale}"
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Let all code that casts to fp32, ours and transformers', cast to fp64 instead."""
+    with (
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        # oneDNN has no matmuls in fp64.
+        patch("nemo_aligner.cpu.products._product", torch.nn.functional.linear),
+    ):
+        yield
+
+
+def widen(model: Any) -> Any:
+    """Convert a model of ours to fp64, whose gradients then need no buffer of Megatron's."""
+    for module in model.modules():
+        if hasattr(module, "_dtype"):
+            module._dtype = torch.float64
+        if hasattr(module, "config"):
+            module.config.params_dtype = torch.float64
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = False
+    return model.double().train()
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

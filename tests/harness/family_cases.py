@@ -475,4 +475,17 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": tiny.SHAPE["vocab_size"],
     },
+    "gemma4_moe": {
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 4,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+    },
 }
+# Cases whose gradients are compared in fp64. In fp32 rounding moves those of transformers by up to
+# 2.6e-5 of a tensor's largest, and ours as far: decays (Gated DeltaNet) are sums that nearly cancel
+# and unscaled scores (Gemma 4) enlarge rounding. In fp64 both sides are within 4e-14.
+IN_FP64 = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma4", "gemma4_small", "gemma4_moe"]

@@ -25,14 +25,16 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
+from nemo_aligner.config.model import LORA_TARGETS, OptimConfig, Recompute, SchedulerConfig
 from nemo_aligner.data.packing import uniform_rope
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.experts import routers
+from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.models.training_wrap import set_routers, wrap_for_training
 from nemo_aligner.training.optimizer import build_optimizer
@@ -56,7 +58,7 @@ IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invarianc
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
-    "qwen3_next", "gpt_oss", "nemotron_h_moe",
+    "qwen3_next", "gpt_oss", "nemotron_h_moe", "gemma4_moe",
 ]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
 HYBRIDS = [
@@ -71,6 +73,16 @@ CASES = [
     "phi3_longrope", "glm4", "exaone4_window", "hunyuan_alpha", "gpt_neox",
     "starcoder2", "cohere2", "apertus", "deepseek_v3_untied", "gemma4", "gemma4_small",
     *dict.fromkeys(HYBRIDS + MIXTURES),
+]  # fmt: skip
+LORA = LoraShape(4, 8.0, LORA_TARGETS)
+LORA_LAYOUTS: dict[str, dict[str, Any]] = {
+    **{name: LAYOUTS[name] for name in ("TP=2+SP", "PP=2", "EP=2")},
+    "DP=2": {},
+}
+# One of each kind of layer that has adapters, except plain ones (tests/paths/distributed).
+LORA_CASES = [
+    "gemma4", "gemma4_small", "gemma4_moe", "nemotron_h", "nemotron_h_moe", "deepseek_v3",
+    "gpt_oss", "qwen3_5_moe",
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
@@ -144,6 +156,38 @@ def step(
         "grad_norm": update.grad_norm,
         "after": everyone(after, layout),
     }
+
+
+def lora_steps(archive: Path, layout: ParallelLayout) -> dict[str, list[float]]:
+    """The gradients' norms of two steps of adapters, and the rewards after them.
+
+    Before the first step an adapter's B is 0, and so is the gradient of its A.
+    """
+    how = {"num_attributes": 1, "precision": Precision.fp32}
+    model = load_pretrained(archive, layout, lora=LORA, **how).model
+    train_adapters_alone(model)
+    wrapped = wrap_for_training(model)
+    config = OptimConfig(lr=0.01, eps=EPSILON, sched=SchedulerConfig(warmup_steps=1))
+    optimizer = build_optimizer(wrapped, config, 1.0, 10)
+    wrapped.train()
+    packs, norms = batches(layout), []
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        forward_backward(wrapped, packs, layout, BradleyTerry().loss)
+        norms.append(optimizer.step().grad_norm)
+        optimizer.finish_update()
+    return {"grad_norms": norms, "after": everyone(infer(wrapped, packs, layout), layout)}
+
+
+def lora_at_layouts(archives: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, sizes in LORA_LAYOUTS.items():
+        layout = initialize_layout(**sizes)
+        fitting = [path for path in archives if path.stem in LORA_CASES]
+        fitting = [path for path in fitting if is_split_by(layout, path.stem)]
+        found[name] = {path.stem: lora_steps(path, layout) for path in fitting}
+        destroy_layout()
+    return found
 
 
 def saved_weights(model: Any, folder: Path) -> dict[str, Tensor]:
@@ -276,6 +320,7 @@ def main(folder: str, reward_model: str, *archives: str) -> None:
             if layout.pp > 1:
                 on_rank["received"] = received_late(layout)
             destroy_layout()
+        on_rank["lora"] = lora_at_layouts([*map(Path, archives)])
         torch.save({**on_rank, "families": found}, Path(folder, f"rank{world.rank}"))
 
 

@@ -256,7 +256,14 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("case", "layers"),
-    [("qwen2_moe", 4), ("glm4_moe", 2), ("qwen3_next", 3), ("gpt_oss", 4), ("nemotron_h_moe", 1)],
+    [
+        ("qwen2_moe", 4),
+        ("glm4_moe", 2),
+        ("qwen3_next", 3),
+        ("gpt_oss", 4),
+        ("nemotron_h_moe", 1),
+        ("gemma4_moe", 4),
+    ],
 )
 def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
     case: str, layers: int, layout: ParallelLayout, tmp_path: Path

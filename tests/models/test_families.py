@@ -28,7 +28,8 @@ from nemo_aligner.models.step import forward_backward, infer
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import families, tiny
-from tests.harness.families import CASES, GROUPS, SEQUENCES, WINDOW
+from tests.harness.families import CASES, GROUPS, SEQUENCES, WINDOW, assert_close
+from tests.harness.family_cases import IN_FP64
 from tests.models import layouts
 from tests.models.test_reward_head import modules_that_are_not_called
 
@@ -39,6 +40,8 @@ PACKS = {
     "common prefixes": [PackedBatch.pack(SEQUENCES, groups=GROUPS)],
     "one common prefix": [PackedBatch.pack(SEQUENCES, groups=[*[Group(1, 0)] * 2, *GROUPS[1:]])],
 }
+# The rewards' factors in the sum whose gradients are compared.
+OF_REWARDS = torch.linspace(-1, 1, 2 * len(SEQUENCES)).reshape(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -105,14 +108,6 @@ def our_rewards(model: Any, layout: ParallelLayout, how: str = "together") -> Te
     return rewards
 
 
-def assert_close(found: Tensor, wanted: Tensor, relative: float, what: str = "") -> None:
-    """Within ``relative`` of how large ``wanted`` is."""
-    scale = float(wanted.abs().max())
-    assert scale > 0, what
-    far = float((found - wanted).abs().max()) / scale
-    assert far <= relative, f"{what}: {far} of {scale}"
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_family_is_the_model_that_transformers_has(
     case: str, build: Any, layout: ParallelLayout
@@ -168,17 +163,32 @@ def check_names(made: Case) -> None:
 
 def check_gradients(made: Case) -> None:
     """Of every weight, with common prefixes, in the buffer of Megatron's wrapper."""
-    weights = torch.linspace(-1, 1, 2 * len(SEQUENCES)).reshape(-1, 2)
+    weights, near = OF_REWARDS, 1e-4 if made.name in IN_FP64 else 1e-5
     made.theirs.zero_grad()
     (their_rewards(made) * weights).sum().backward()
     wrapped = wrap_for_training(made.ours)
     wrapped.zero_grad_buffer()
     (wrapped(PACKS[sharing(made.name)][0]) * weights).sum().backward()
     ours = {name: weight.main_grad for name, weight in made.ours.named_parameters()}
-    assert_close(ours.pop("rm_head.weight"), made.theirs.score.weight.grad, 1e-4, "head")
+    assert_close(ours.pop("rm_head.weight"), made.theirs.score.weight.grad, near, "head")
     for name, wanted in their_gradients(made).items():
-        assert_close(ours.pop(name)[: wanted.shape[0]], wanted, 1e-4, name)
+        assert_close(ours.pop(name)[: wanted.shape[0]], wanted, near, name)
     assert not ours
+
+
+@pytest.mark.parametrize("case", [*IN_FP64, "nemotron_h"])
+def test_family_has_the_gradients_of_transformers_in_fp64(
+    case: str, build: Any, layout: ParallelLayout
+) -> None:
+    made, ours = build(case), families.widen(load(build(case).path, layout))
+    wide = replace(made, ours=ours, theirs=deepcopy(made.theirs).double())
+    wide.theirs.config._experts_implementation = "eager"
+    ours.rm_head.weight.data.copy_(wide.theirs.score.weight)
+    with families.in_fp64():
+        (their_rewards(wide) * OF_REWARDS).sum().backward()
+        (ours(PACKS[sharing(case)][0]) * OF_REWARDS).sum().backward()
+    for name, wanted in their_gradients(wide).items():
+        assert_close(ours.get_parameter(name).grad[: wanted.shape[0]], wanted, 1e-10, name)
 
 
 def their_gradients(case: Case) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from tests.harness import families
 from tests.models import layouts
 from tests.models.test_latent_attention import check_any_pack, sequences_with
 
-every_case = pytest.mark.parametrize("case", ["gemma4", "gemma4_small"])
+every_case = pytest.mark.parametrize("case", ["gemma4", "gemma4_small", "gemma4_moe"])
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
@@ -53,18 +53,20 @@ def test_gemma4_rewards_are_bit_identical_from_the_prefix_cache(
     for _ in range(2):
         assert (cached.score_token_lists(samples) == expected).all()
     assert cached.counts.cached > 500
-    sizes = {"gemma4": [(2, 8), (4, 16)] * 2, "gemma4_small": [(2, 8), (2, 16)]}[case]
+    sizes = {"gemma4_small": [(2, 8), (2, 16)]}
+    sizes = sizes.get(case, [(2, 8), (4, 16)] * 2)
     pool = cached.model.new_key_value_pool(64)
     assert [pool.layer(number).shape[2:] for number in range(1, 1 + len(sizes))] == sizes
     assert pool.num_bytes == sum(2 * 64 * groups * channels * 2 for groups, channels in sizes)
 
 
 def test_gemma4_that_is_recomputed_trains_alike(layout: ParallelLayout, tmp_path: Path) -> None:
-    for case in ("gemma4", "gemma4_small"):
+    for case, full in (("gemma4_moe", [Recompute.full]), ("gemma4", []), ("gemma4_small", [])):
         path = families.write_base_nemo(tmp_path / f"{case}.nemo", case)
         stored = layouts.step(path, layout)
-        again = layouts.step(path, layout, Recompute.selective)
-        assert again == {key: pytest.approx(stored[key], rel=1e-6) for key in stored}
+        for recompute in (Recompute.selective, *full):
+            again = layouts.step(path, layout, recompute)
+            assert again == {key: pytest.approx(stored[key], rel=1e-6) for key in stored}
     with pytest.raises(ConfigError, match="got full, which is not supported for a model whose"):
         layouts.step(path, layout, Recompute.full)
 
@@ -106,7 +108,7 @@ def test_gemma4_rejects_layouts_that_cannot_split_it(tmp_path: Path) -> None:
 
 
 def test_gemma4_config_of_what_is_not_built_is_rejected() -> None:
-    config = config_of("gemma4_small")
+    config, experts = (config_of(case) for case in ("gemma4_small", "gemma4_moe"))
     hf = families.hf_config("gemma4_small").to_dict()
     sizes = {"head_dim": 16, "num_key_value_heads": 2}
     with refusals() as refused:
@@ -122,10 +124,24 @@ def test_gemma4_config_of_what_is_not_built_is_rejected() -> None:
             with refused(changes, pattern):
                 ModelShape.from_config({**config, **changes})
         for changes, pattern in (
+            ({"moe_branch_norms": None}, "num_moe_experts: got 8 together with post_layernorms or"),
             (
-                {"enable_moe_block": True},
-                "enable_moe_block: got True, .* experts next to a dense MLP",
+                {"num_moe_experts": None},
+                "moe_branch_norms: got True together with num_moe_experts=",
             ),
+            ({"global_kv_channels": None}, "moe_branch_norms: got True .* and global_kv_channels="),
+            ({"moe_layer_freq": 2}, "moe_layer_freq: got 2 together with global_kv_channels, want"),
+            (
+                {"moe_shared_expert_intermediate_size": 8},
+                "intermediate_size: got 8 together with m",
+            ),
+            ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: got True together with mo"),
+            ({"kv_shared_layers": 2, "kv_shared_double_wide_mlp": True}, "double_wide_mlp: got Tr"),
+        ):
+            with refused(changes, pattern):
+                ModelShape.from_config({**experts, **changes})
+        for changes, pattern in (
+            ({"enable_moe_block": True}, "use_double_wide_mlp: got True, which is not supported"),
             ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all'"),
             ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input: got 7, wanted vocab_"),
             ({"per_layer_config": {"1": sizes}}, "per_layer_config: got .*, wanted the same head"),

@@ -78,6 +78,22 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
         assert got["bf16"] == pytest.approx(in_bf16, abs=near * size, rel=0), name
 
 
+@pytest.mark.parametrize("case", layouts.LORA_CASES)
+def test_lora_at_layouts_trains_alike(case: str, there: Any, alone: Any) -> None:
+    """The gradients of all adapters, and what two steps make of the rewards."""
+    folder, found = there
+    wanted = layouts.lora_steps(folder / f"{case}.nemo", alone)
+    at_layouts = {name: found["lora"][name].get(case) for name in layouts.LORA_LAYOUTS}
+    without_experts = [] if case in layouts.MIXTURES else ["EP=2"]
+    of_one_stage = ["PP=2"] if case in layouts.OF_ONE_STAGE else []
+    missing = {name for name, got in at_layouts.items() if got is None}
+    assert missing == {*without_experts, *of_one_stage}
+    for name in at_layouts.keys() - missing:
+        for key, near in (("grad_norms", 1e-5), ("after", 2e-5)):
+            size = max(map(abs, wanted[key]))
+            assert at_layouts[name][key] == pytest.approx(wanted[key], abs=near * size), (name, key)
+
+
 def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
     there: Any, alone: Any
 ) -> None:

@@ -49,7 +49,8 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
 @pytest.mark.parametrize(
     "case",
     [
-        "qwen3_5", "qwen3_next", "gpt_oss", "deepseek_v3", "glm4_moe", "nemotron_h_moe", "gemma4",
+        "qwen3_5", "qwen3_next", "gpt_oss", "deepseek_v3", "glm4_moe", "nemotron_h_moe",
+        "gemma4_moe",
     ],
 )  # fmt: skip
 def test_probe_and_swapped_evaluation_pass_training_of_other_decoders(

@@ -70,6 +70,7 @@ _NAMED_LATER_OF_EXPERTS = {
     "has_biases": False,
     "router_bias": False,
     "clamp_value": None,
+    "branch_norms": False,
 }
 
 

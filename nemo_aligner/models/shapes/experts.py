@@ -32,6 +32,8 @@ QUICK_GEGLU = "quick-geglu"
 # This package's own keys: megatron-core has one key for the biases of all linear layers together,
 # and none for the router's bias.
 EXPERT_LINEAR_BIAS, ROUTER_BIAS = "moe_expert_bias", "moe_router_bias"
+# This package's own key of Gemma 4's experts.
+BRANCH_NORMS = "moe_branch_norms"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class ExpertShape:
         router_bias: the router has a bias.
         clamp_value: limit of an expert's gate from above, and of its up projection on both sides;
             None is no limit.
+        branch_norms: as in Gemma 4, the routed experts and the shared one have norms of their own
+            of input and output, the router norms its input, and an expert's weight is multiplied by
+            a learned factor.
     """
 
     count: int
@@ -76,6 +81,7 @@ class ExpertShape:
     has_biases: bool = False
     router_bias: bool = False
     clamp_value: float | None = None
+    branch_norms: bool = False
 
     @property
     def is_sigmoid(self) -> bool:
@@ -87,7 +93,7 @@ class ExpertShape:
         is_scaled = self.scaling_factor != 1
         is_grouped = self.num_groups > 1
         is_biased = self.expert_bias or self.router_bias
-        return not (self.is_sigmoid or is_biased or is_grouped or is_scaled)
+        return not (self.is_sigmoid or is_biased or is_grouped or is_scaled or self.branch_norms)
 
     def check_fits(self, tp: int, ep: int) -> None:
         """Check that a layout splits the experts evenly.
@@ -116,13 +122,15 @@ class ExpertShape:
 
         Returns:
             The numbers of parameters of the routed experts, of the shared expert, and of the router
-            with the shared gate. The constants of ``expert_bias`` are not parameters,
-            and ``output_biases`` are not included.
+            with the shared gate and the norms inside the MLP. The constants of ``expert_bias`` are
+            not parameters, and ``output_biases`` are not included.
         """
         shared = matrices * hidden_size * (self.shared_width or 0)
         # A biased MLP has a bias for each channel that its first linear layer computes.
         rows = matrices * hidden_size + (matrices - 1) * self.has_biases
         routers = hidden_size * (self.count + self.shared_gate) + self.count * self.router_bias
+        # A Gemma 4's MLP has five norms, of which two are those of any layer, and the router's.
+        routers += self.branch_norms * (4 * hidden_size + self.count)
         return rows * self.width * self.count, shared, routers
 
     def output_biases(self, hidden_size: int) -> int:
@@ -153,7 +161,7 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     count = count_of_config(config, EXPERT_COUNT)
     key = f"model_config.yaml: {EXPERT_TOP_K}"
     top_k = read_count(config.get(EXPERT_TOP_K), key, f"a whole number from 1 to {count}", 1, count)
-    names = (PRE_SOFTMAX, SHARED_GATE, EXPERT_LINEAR_BIAS, ROUTER_BIAS)
+    names = (PRE_SOFTMAX, SHARED_GATE, EXPERT_LINEAR_BIAS, ROUTER_BIAS, BRANCH_NORMS)
     flags = {name: config.get(name) for name in names}
     for name, value in flags.items():
         if not isinstance(value, bool | None):
@@ -164,7 +172,7 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     ungated = ("gelu", "gelu-tanh", "xielu")
     activation, has_biases = config.get("activation"), flags[EXPERT_LINEAR_BIAS]
     is_unsupported = activation in ungated or (activation == "squared-relu" and has_biases)
-    if config.get("post_layernorms") or is_unsupported:
+    if (config.get("post_layernorms") and not flags[BRANCH_NORMS]) or is_unsupported:
         raise CheckpointError(
             f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or "
             f"activation={activation}, which is not supported. Such models are supported without "
@@ -181,6 +189,7 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
         has_biases=bool(flags[EXPERT_LINEAR_BIAS]),
         router_bias=bool(flags[ROUTER_BIAS]),
         clamp_value=optional_number_of_config(config, CLAMP_VALUE),
+        branch_norms=bool(flags[BRANCH_NORMS]),
     )
 
 

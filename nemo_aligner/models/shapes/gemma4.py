@@ -7,6 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.common import count_of_config, number_of_config, read_count
+from nemo_aligner.models.shapes.experts import (
+    BRANCH_NORMS,
+    EXPERT_COUNT,
+    EXPERT_FREQUENCY,
+    SHARED_GATE,
+    SHARED_WIDTH,
+)
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # This package's own keys. A config with GLOBAL_CHANNELS describes a Gemma 4; "global" layers are
@@ -42,6 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "zero_query_groups": (0, None),
     "experimental_attention_variant": (None,),
     "multi_latent_attention": (False, None),
+    EXPERT_FREQUENCY: (None, 1),
 }
 
 
@@ -197,6 +205,7 @@ def read_gemma4(config: Mapping[str, Any]) -> Gemma4Shape | None:
         CheckpointError: a key is missing or out of range, or the config has a setting that is not
             supported together with them.
     """
+    _check_experts(config)
     if config.get(GLOBAL_CHANNELS) is None:
         return None
     for key, allowed in (*_REQUIRED.items(), *_UNSUPPORTED.items()):
@@ -240,3 +249,31 @@ def read_gemma4(config: Mapping[str, Any]) -> Gemma4Shape | None:
         double_wide=bool(config.get(DOUBLE_WIDE)),
         per_layer_width=None if width is None else count_of_config(config, PER_LAYER_WIDTH),
     )
+
+
+def _check_experts(config: Mapping[str, Any]) -> None:
+    """Check that a Gemma 4, and no other model, has experts with norms next to a dense MLP.
+
+    Raises:
+        CheckpointError: it has other experts, or another model has such experts.
+    """
+    has_experts, has_norms = bool(config.get(EXPERT_COUNT)), bool(config.get(BRANCH_NORMS))
+    is_gemma4 = config.get(GLOBAL_CHANNELS) is not None
+    if has_norms is not (has_experts and is_gemma4) and (has_norms or is_gemma4):
+        raise CheckpointError(
+            f"model_config.yaml: {BRANCH_NORMS}: got {shown(config.get(BRANCH_NORMS))} together "
+            f"with {EXPERT_COUNT}={shown(config.get(EXPERT_COUNT))} and {GLOBAL_CHANNELS}="
+            f"{shown(config.get(GLOBAL_CHANNELS))}. Set it to true for a Gemma 4 with experts, and "
+            "for no other model."
+        )
+    if not has_norms:
+        return
+    is_wide = config.get(DOUBLE_WIDE) and config.get(SHARED_LAYERS)
+    expected = {SHARED_WIDTH: config.get("ffn_hidden_size"), SHARED_GATE: False, DOUBLE_WIDE: False}
+    values = {**config, SHARED_GATE: bool(config.get(SHARED_GATE)), DOUBLE_WIDE: bool(is_wide)}
+    for key, value in expected.items():
+        if values.get(key) != value:
+            raise CheckpointError(
+                f"model_config.yaml: {key}: got {shown(config.get(key))} together with "
+                f"{BRANCH_NORMS}, wanted {value}"
+            )

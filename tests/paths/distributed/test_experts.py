@@ -80,7 +80,7 @@ LAYOUTS_OF = {
     "qwen3_5_moe": [TP2, PP2, LAYOUTS[0]],
     "gpt_oss": [TP2, PP2, LAYOUTS[2]],
     "nemotron_h_moe": [TP2, PP2, LAYOUTS[0]],
-    "gemma4": [TP2, PP2],
+    "gemma4_moe": [TP2, PP2, LAYOUTS[0]],
 }
 
 

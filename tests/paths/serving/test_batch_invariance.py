@@ -110,7 +110,7 @@ def of_family(folder: Path, case: str, longest: int = LONGEST) -> Case:
     "case",
     [
         "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "deepseek_v2", "deepseek_v3",
-        "glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4",
+        "glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4_moe",
     ],
 )  # fmt: skip
 def test_rewards_with_shared_prefixes_of_every_length_are_those_alone(

@@ -2,7 +2,8 @@
 
 Layers without a window have heads of another size, and may use their keys as values. The last
 layers of the small models read the keys of earlier ones, and every layer of these models has an
-input from the token's embeddings.
+input from the token's embeddings. Layers of the 26B-A4B have experts next to a dense MLP, which is
+a shared expert to Megatron.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nemo_aligner.checkpoint import decoder_tensors
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, norm_rule
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
+from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes import gemma4 as keys
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
@@ -48,11 +50,6 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     config = {**_SIZES, **{key: value for key, value in config.items() if value is not None}}
     reader = HfSettings(config)
     reader.only("hidden_activation", "gelu_pytorch_tanh")
-    if reader.flag("enable_moe_block", False):
-        raise CheckpointError(
-            "enable_moe_block: got True, which is not supported: layers with experts next to a "
-            "dense MLP (Gemma 4 26B-A4B). Use a dense Gemma 4 (31B, E2B or E4B)"
-        )
     # For text, "vision" is causal attention.
     reader.only("use_bidirectional_attention", None, "vision")
     config["use_bidirectional_attention"] = None
@@ -77,6 +74,7 @@ def _to_nemo(config: Config) -> dict[str, Any]:
         **window,
         **_read_global_layers(reader, full_rope),
         **_read_small_models(reader),
+        **_read_experts(reader),
     )
 
 
@@ -158,9 +156,26 @@ def _read_small_models(reader: HfSettings) -> dict[str, Any]:
     }
 
 
+def _read_experts(reader: HfSettings) -> dict[str, Any]:
+    """Translate the settings of experts next to a dense MLP; empty for a model without experts."""
+    if not reader.flag("enable_moe_block", False):
+        return {}
+    if reader.config.get("num_kv_shared_layers"):
+        reader.only("use_double_wide_mlp", False)
+    count = reader.count("num_experts")
+    return {
+        expert_keys.EXPERT_COUNT: count,
+        expert_keys.EXPERT_TOP_K: reader.count("top_k_experts", limit=count),
+        expert_keys.EXPERT_WIDTH: reader.count("moe_intermediate_size"),
+        expert_keys.PRE_SOFTMAX: False,
+        expert_keys.SHARED_WIDTH: reader.count("intermediate_size"),
+        expert_keys.BRANCH_NORMS: True,
+    }
+
+
 def _to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    gemma4 = shape.gemma4
+    gemma4, experts = shape.gemma4, shape.experts
     assert gemma4 is not None
     written = settings.decoder_to_hf(
         config,
@@ -175,7 +190,10 @@ def _to_hf(config: Config) -> dict[str, Any]:
         use_double_wide_mlp=gemma4.double_wide,
         hidden_size_per_layer_input=gemma4.per_layer_width or 0,
         vocab_size_per_layer_input=shape.vocab_size,
-        enable_moe_block=False,
+        enable_moe_block=experts is not None,
+        num_experts=experts and experts.count,
+        top_k_experts=experts and experts.top_k,
+        moe_intermediate_size=experts and experts.width,
         **settings.window_to_hf(config),
     )
     rope = {
@@ -234,15 +252,53 @@ _LAYER = (
     norm_rule(base.ATTENTION_NORM, "input_layernorm.weight"),
     _PROJECTION,
     norm_rule(base.POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
-    norm_rule(base.MLP_NORM, "pre_feedforward_layernorm.weight"),
-    base.GATED,
-    base.DOWN,
-    norm_rule(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
     Rule(f"{_OUTPUT}.scalar", ("layer_scalar",)),
     _of_inputs(f"{_OUTPUT}.gate.weight", ("per_layer_input_gate.weight",)),
     _of_inputs(f"{_OUTPUT}.projection.weight", ("per_layer_projection.weight",)),
     _of_inputs(
         f"{_OUTPUT}.projection.post_layernorm.weight", ("post_per_layer_input_norm.weight",)
+    ),
+)
+_DENSE_MLP = (
+    norm_rule(base.MLP_NORM, "pre_feedforward_layernorm.weight"),
+    base.GATED,
+    base.DOWN,
+    norm_rule(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
+)
+
+
+def _fused_gate_rule(megatron: str, hf: str) -> Rule:
+    """Build the rule for gate and up projections ``[E, 2 f, h]``, in Megatron ``[E, 2, f, h]``."""
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        (fused,) = tensors
+        return fused.unflatten(1, (2, -1))
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        return (tensor.flatten(1, 2),)
+
+    return Rule(megatron, (hf,), join, split)
+
+
+# Published files have one tensor for the matrices of all experts of a layer.
+_EXPERTS_AND_MLP = (
+    Rule("mlp.router.weight", ("router.proj.weight",)),
+    norm_rule("mlp.router.norm.weight", "router.scale"),
+    Rule("mlp.router.expert_scale", ("router.per_expert_scale",)),
+    _fused_gate_rule("mlp.experts.linear_fc1.weight", "experts.gate_up_proj"),
+    Rule("mlp.experts.linear_fc2.weight", ("experts.down_proj",)),
+    *base.experts_rules(
+        "shared_experts", *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+    ),
+    *(
+        norm_rule(f"mlp.{megatron}layernorm.weight", f"{hf}.weight")
+        for megatron, hf in {
+            "shared_experts_": "pre_feedforward_layernorm",
+            "shared_experts_post_": "post_feedforward_layernorm_1",
+            "experts_": "pre_feedforward_layernorm_2",
+            "experts_post_": "post_feedforward_layernorm_2",
+            "post_": "post_feedforward_layernorm",
+        }.items()
     ),
 )
 
@@ -253,7 +309,8 @@ def _rules_of(layer: ModelShape) -> tuple[Rule, ...]:
     parts = "q" if not layer.has_keys else "qk" if layer.gemma4.layer.keys_as_values else "qkv"
     sizes = layer.num_attention_heads, layer.num_query_groups, layer.kv_channels
     norms = base.QUERY_KEY_NORMS[: 1 + layer.has_keys]
-    return (_qkv_rule(*sizes, parts), *norms, *_LAYER)
+    mlp = _DENSE_MLP if layer.experts is None else _EXPERTS_AND_MLP
+    return (_qkv_rule(*sizes, parts), *norms, *_LAYER, *mlp)
 
 
 def _unused_keys(config: Config) -> list[str]:
@@ -292,5 +349,6 @@ GEMMA4 = ModelFamily(
         "rotary_base_local": base.ANY,
         **base.ANY_WINDOW,
         "gemma4": lambda traits: isinstance(traits, Gemma4Shape),
+        "experts": lambda experts: experts is None or experts.branch_norms,
     },
 )
