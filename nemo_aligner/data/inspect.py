@@ -23,6 +23,7 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
+from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
 from nemo_aligner.data.records import (
     Comparison,
@@ -34,7 +35,6 @@ from nemo_aligner.data.records import (
     text_names,
     verdict_keys,
 )
-from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.report import (
     FileReport,
     FileSummary,

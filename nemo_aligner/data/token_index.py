@@ -24,9 +24,9 @@ from nemo_aligner.batch.packed import LabelColumns, count_label_rows
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, open_file
 from nemo_aligner.data.records import Origin
-from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.report import (
     MOST_KEPT,
     FileSummary,

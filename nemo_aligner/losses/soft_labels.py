@@ -65,8 +65,7 @@ class SoftPairObjective(PairObjective):
         soft_share = torch.sigmoid((worse - better) / self.soft_label_temperature)
         weight = self.soft_label_weight
         mixed = (1 - weight) * hard_share + weight * soft_share
-        hard = torch.as_tensor(hard_share, dtype=mixed.dtype, device=mixed.device)
-        return torch.where(soft_share.isnan(), hard, mixed)
+        return torch.where(soft_share.isnan(), hard_share, mixed)
 
     def softmax_losses(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor] | None:
         """Compute the cross-entropy of all replies of each record against the teacher's softmax.
