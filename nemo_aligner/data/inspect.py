@@ -28,6 +28,7 @@ from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
 from nemo_aligner.data.records import (
     Comparison,
     Record,
+    count_teachers,
     label_rows,
     principle_key,
     short_hash,
@@ -158,6 +159,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
             np.array([rank for record in file.records for rank in record.ranks]),
             teacher_rewards(file.records),
         ),
+        teachers=count_teachers(file.records),
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
@@ -76,6 +77,8 @@ class Comparison:
             the record has none.
         positions: position of each sample in the file's record, counted from 0; empty if the
             samples have the record's order.
+        teacher: JSON of the record's field ``teacher``, which names the models that gave the
+            rewards; "" if it has none.
     """
 
     texts: tuple[Text, ...]
@@ -85,6 +88,7 @@ class Comparison:
     labels: tuple[float | None, ...] = ()
     teacher_rewards: tuple[float, ...] = ()
     positions: tuple[int, ...] = field(default=(), compare=False)
+    teacher: str = field(default="", compare=False)
 
     @property
     def is_tied(self) -> bool:
@@ -188,6 +192,13 @@ def teacher_rewards(records: Sequence[Record]) -> np.ndarray:
         or (missing,) * len(record.texts)
     ]
     return np.array(rewards, dtype=np.float32)
+
+
+def count_teachers(records: Iterable[Record]) -> Counter[str]:
+    """Count the records by the JSON of their field ``teacher``; those without it do not count."""
+    return Counter(
+        record.teacher for record in records if isinstance(record, Comparison) and record.teacher
+    )
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:

@@ -319,6 +319,7 @@ class FileSummary:
         unread: for each column that was not read, the number of lines that have it.
         principles: number of records with a principle, and number of different principles.
         soft_labels: summary of the teacher's rewards; None if no record has any.
+        teachers: number of records by the JSON of their field ``teacher``.
     """
 
     path: str
@@ -336,6 +337,7 @@ class FileSummary:
     unread: Mapping[str, int] = field(default_factory=dict)
     principles: tuple[int, int] = (0, 0)
     soft_labels: SoftLabelSummary | None = None
+    teachers: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, without the path, as a file may be moved with its token cache."""

@@ -205,6 +205,7 @@ class _Writer:
         total, parts = self._total, dict(block.arrays)
         total.counts.update(block.counts)
         total.unread.update(block.unread)
+        total.teachers.update(block.teachers)
         total.parsed += block.parsed
         total.malformed += block.malformed[: MOST_KEPT - len(total.malformed)]
         total.pairs += block.pairs
@@ -294,6 +295,7 @@ class _Writer:
             unread=dict(total.unread),
             principles=count_principles(arrays.read("principle_keys", _KEY)),
             soft_labels=SoftLabelSummary.of(sample_bounds, ranks, teacher),
+            teachers=dict(total.teachers),
         )
         places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
         end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places, teacher)

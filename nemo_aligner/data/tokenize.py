@@ -33,6 +33,7 @@ from nemo_aligner.data.records import (
     Rating,
     Record,
     better_and_worse,
+    count_teachers,
     lengths_of_rewards,
     principle_key,
     prompt_hash,
@@ -80,6 +81,7 @@ class TokenizedBlock:
         unread: for each column that was not read, the number of lines that have it.
         pairs: number of pairs of samples in which one sample is better than the other.
         longer: number of these pairs whose better reply is longer; equal lengths count one half.
+        teachers: number of records by the JSON of their field ``teacher``; without "".
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -90,6 +92,7 @@ class TokenizedBlock:
     unread: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
     longer: float = 0.0
+    teachers: Counter[str] = field(default_factory=Counter)
 
 
 class _TokenizedRecord(NamedTuple):
@@ -150,6 +153,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         unread=unread,
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
+        teachers=count_teachers([item.record for item in tokenized]),
     )
 
 

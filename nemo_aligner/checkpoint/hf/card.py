@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def model_card(
     *,
     form: str = LINEAR.last,
     is_loaded_with_head: bool = True,
+    trained_on: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Render the model card, ``README.md``, of an exported folder.
 
@@ -39,6 +40,7 @@ def model_card(
         form: form of the head (``ExportedHead.form``).
         is_loaded_with_head: whether transformers has a class that loads the decoder together with
             the head. If not, the program in the card computes the head itself.
+        trained_on: the training files that the archive lists (``training_data_of``), or None.
     """
     assert base is None or not contract.has_steps, "adapters support no rewards per step"
     environment = Environment(
@@ -65,8 +67,10 @@ def model_card(
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
         # A converted archive has neither checkpoints next to it nor statistics of a validation.
-        is_trained_here=bool(states) or contract.reward_mean is not None,
-        training="\n".join(_describe_training(states)),
+        is_trained_here=bool(states or trained_on) or contract.reward_mean is not None,
+        training="\n".join(
+            [*_describe_teachers(trained_on or ()), *_describe_training(states, trained_on or ())]
+        ),
         dict=dict,
         zip=zip,
     )
@@ -80,11 +84,33 @@ def _read_states(archive: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_training(states: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _describe_teachers(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown line for each model that gave the soft labels of the training files."""
+    teachers = {
+        (str(teacher["name"]), teacher.get("model_fingerprint"), teacher.get("contract_hash"))
+        for file in files
+        for group in file.get("teachers", ())
+        for teacher in group
+    }
+    for name, fingerprint, contract in sorted(teachers, key=str):
+        yield (
+            f"- soft labels of `{Path(name).name}` (model fingerprint `{fingerprint}`, scoring "
+            f"contract `{contract}`)"
+        )
+
+
+def _describe_training(
+    states: Sequence[dict[str, Any]], files: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield Markdown lines on how the archive was trained: data, base model and metrics.
 
-    ``states`` are those of the run's checkpoints, the earliest first.
+    ``states`` are those of the run's checkpoints, the earliest first. Without them, only ``files``,
+    the training files that the archive lists, are known.
     """
+    if not states and files:
+        names = ", ".join(f"`{file['name']}`" for file in files)
+        yield f"- train data: {names}"
+        return
     if not states:
         yield "The archive is not in its run's folder, so its training data are unknown."
         return

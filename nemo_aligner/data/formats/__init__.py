@@ -75,6 +75,7 @@ from nemo_aligner.data.formats.rankings import (
     NEMO_RL_PREFERENCE,
     PANDALM,
     QA_FEEDBACK,
+    RESPONSES,
     ULTRAFEEDBACK,
 )
 from nemo_aligner.data.formats.ratings import (
@@ -144,6 +145,7 @@ FORMATS: dict[str, Format] = {
         MATH_SHEPHERD,
         PRM800K,
         LABELLED_TURNS,
+        RESPONSES,
     )
 }
 

@@ -3,11 +3,12 @@
 ``teacher_rewards`` has a reward for each reply, in the order in which the record has the replies
 (chosen before rejected). ``chosen_probability`` is the probability that the chosen reply of a pair
 is the better one. ``nemo-aligner data label`` writes ``teacher_rewards``, and next to them
-``teacher_spread`` and ``teacher``, which training does not read.
+``teacher_spread`` and ``teacher``, which training does not learn from.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -51,14 +52,16 @@ def with_teacher(record: Record, fields: Fields, has_parts: bool) -> Record:
             f"{present[0]}: not supported by this format, which makes several comparisons of a "
             "line. Write each comparison to its own line"
         )
-    # Mark what ``data label`` writes for people as read, so that reports do not list it.
-    fields.names_read.update((TEACHER_SPREAD, TEACHER))
+    # ``data label`` writes this for people: mark it as read, so that reports do not list it.
+    fields.names_read.add(TEACHER_SPREAD)
+    teacher = fields.get(TEACHER)
+    about = "" if teacher is None else json.dumps(teacher, sort_keys=True)
     if present == [TEACHER_REWARDS]:
         rewards = _read_rewards(fields[TEACHER_REWARDS], len(record.texts))
         rewards = tuple(rewards[position] for position in record.positions_in_record)
     else:
         rewards = _rewards_of_probability(fields[CHOSEN_PROBABILITY], record)
-    return replace(record, teacher_rewards=rewards)
+    return replace(record, teacher_rewards=rewards, teacher=about)
 
 
 def _read_rewards(value: object, count: int) -> tuple[float, ...]:
