@@ -270,10 +270,11 @@ class _Progress:
 
     def rewards_of(self, about: dict[str, Any]) -> list[np.ndarray]:
         """Return the rewards of a teacher's first parts, up to the first one that is missing."""
-        found, key = [], json.dumps(about)
-        while (key, len(found)) in self.parts:
-            found.append(self.parts[key, len(found)])
-        return found
+        parts: list[np.ndarray] = []
+        key = json.dumps(about)
+        while (key, len(parts)) in self.parts:
+            parts.append(self.parts[key, len(parts)])
+        return parts
 
     def append(self, about: dict[str, Any], part: int, rewards: np.ndarray) -> None:
         """Add a finished part to the file, on the first rank."""

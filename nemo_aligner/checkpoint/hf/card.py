@@ -108,8 +108,8 @@ def _describe_training(
     the training files that the archive lists, are known.
     """
     if not states and files:
-        names = ", ".join(f"`{file['name']}`" for file in files)
-        yield f"- train data: {names}"
+        listed = ", ".join(f"`{file['name']}`" for file in files)
+        yield f"- train data: {listed}"
         return
     if not states:
         yield "The archive is not in its run's folder, so its training data are unknown."
@@ -120,8 +120,8 @@ def _describe_training(
         yield f"- a critic of PPO: values trained from `{base}`, on {samples} sequences of rollouts"
         return
     for part in ("train", "validation"):
-        files = settings["model"]["data"]["data_prefix"][part]
-        names = ", ".join(f"`{Path(file).name}`" for file in files)
+        paths = settings["model"]["data"]["data_prefix"][part]
+        names = ", ".join(f"`{Path(path).name}`" for path in paths)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
     # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/". Drop the

@@ -16,8 +16,9 @@ def training_data_of(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     have soft labels, the ``teachers`` that gave them.
     """
     files = config.get(_TRAINING_DATA)
-    is_valid = isinstance(files, list) and all(isinstance(file, dict) for file in files)
-    return list(files) if is_valid else None
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        return None
+    return list(files)
 
 
 def with_training_data(
