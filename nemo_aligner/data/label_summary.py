@@ -106,7 +106,7 @@ class SoftLabelSummary:
         """Restore a summary from its fields, of which JSON has made a dict; None stays None."""
         return None if values is None else cls(**{**values, "bins": tuple(values["bins"])})
 
-    def rows(self) -> Iterable[tuple[str, object]]:
+    def render_rows(self) -> Iterable[tuple[str, object]]:
         """Yield the name and the value of each row of the report."""
         if not self.pairs:
             yield "soft labels", f"{self.records} records, without a pair of unequal rank"

@@ -528,7 +528,7 @@ class FileReport:
             yield "labels from", self._format_columns(labels.lows)
             yield "labels to", self._format_columns(labels.highs)
         if summary.soft_labels is not None:
-            yield from summary.soft_labels.rows()
+            yield from summary.soft_labels.render_rows()
         if summary.principles[0]:
             yield "principles", "{} records, {} different".format(*summary.principles)
         if any(summary.sources):

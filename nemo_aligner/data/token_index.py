@@ -272,11 +272,7 @@ class _Writer:
             # last reward, which ``lengths_of_rewards`` sets to the length of the whole reply.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
-        teacher = arrays.read("teacher_rewards", _LABEL)
-        if np.isnan(teacher).all():
-            # Most files have no teacher's rewards: keep no array of NaN for them.
-            teacher = teacher[:0]
-            arrays.replace("teacher_rewards", teacher)
+        teacher = _read_teacher_rewards(arrays)
         summary = FileSummary(
             path=rules.path,
             kind=rules.kind,
@@ -301,6 +297,15 @@ class _Writer:
         end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places, teacher)
         digest, token_type = self._digest.hexdigest(), token_rules.token_type.name
         return IndexFacts(summary, rules.columns, total.parsed, token_type, digest)
+
+
+def _read_teacher_rewards(arrays: Arrays) -> np.ndarray:
+    """Read the teacher's rewards; remove the array if all are NaN, as in most files."""
+    rewards = arrays.read("teacher_rewards", _LABEL)
+    if np.isnan(rewards).all():
+        rewards = rewards[:0]
+        arrays.replace("teacher_rewards", rewards)
+    return rewards
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:

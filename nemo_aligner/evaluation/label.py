@@ -285,14 +285,14 @@ class _Progress:
 
 def _read_progress(path: Path, header: str) -> dict[tuple[str, int], np.ndarray]:
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    parts, whole = {}, [header]
+    parts, valid_lines = {}, [header]
     # The last piece is what follows the last line end: nothing, or a line that was not finished.
     for line in lines[1:-1] if lines[:1] == [header] else []:
         row = json.loads(line)
         rewards = [np.nan if reward is None else reward for reward in row["rewards"]]
         parts[row["teacher"], row["part"]] = np.array(rewards, dtype=np.float32)
-        whole.append(line)
-    write_lines(path, whole)
+        valid_lines.append(line)
+    write_lines(path, valid_lines)
     return parts
 
 
@@ -338,7 +338,7 @@ def _write(
         DataError: no record is left to write.
     """
     lines: list[str] = []
-    kept: list[tuple[Comparison, np.ndarray]] = []
+    labels: list[tuple[Comparison, np.ndarray]] = []
     counts = {"not scored": 0, "not confident": 0, "reordered": 0}
     for (record, rewards), objects in zip(labelled.by_record(), rows, strict=True):
         if np.isnan(rewards).any():
@@ -353,13 +353,13 @@ def _write(
             keys = options.reading.pair_keys or PairKeys()
             first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
             counts["reordered"] += is_reordered
-        kept.append((record, means))
+        labels.append((record, means))
         lines += [json.dumps(row, ensure_ascii=False) for row in (first, *objects[1:])]
     if not lines:
         raise DataError(f"{labelled.file.path}: no record is left to write: {counts}")
     written = write_lines(options.output, lines)
     progress.path.unlink(missing_ok=True)
-    say(_render_report(options, labelled, kept, counts, written))
+    say(_render_report(labelled, labels, counts, written))
 
 
 def _label(
@@ -431,15 +431,14 @@ def _other_side(key: str, keys: PairKeys) -> str:
 
 
 def _render_report(
-    options: Labelling,
     labelled: _Labelled,
-    kept: Sequence[tuple[Comparison, np.ndarray]],
+    labels: Sequence[tuple[Comparison, np.ndarray]],
     counts: dict[str, int],
     written: str,
 ) -> str:
     """Render what was labelled, how soft the labels are, and how often teachers agree with them."""
     dropped = {name: count for name, count in labelled.file.counts.items() if name != "kept"}
-    shown = {**dropped, **counts, "written": len(kept)}
+    shown = {**dropped, **counts, "written": len(labels)}
     lines = [f"{labelled.file.path} ({labelled.file.format}) -> {written}"]
     for about in labelled.abouts:
         lines.append(
@@ -448,12 +447,12 @@ def _render_report(
     parts = [f"{count} {name}" for name, count in shown.items() if count]
     lines.append(fit_row("  records", ", ".join(parts), 28))
     summary = SoftLabelSummary.of(
-        np.cumsum([0, *(len(record.texts) for record, _ in kept)]),
-        np.array([rank for record, _ in kept for rank in record.ranks]),
-        np.concatenate([means for _, means in kept]).astype(np.float32),
+        np.cumsum([0, *(len(record.texts) for record, _ in labels)]),
+        np.array([rank for record, _ in labels for rank in record.ranks]),
+        np.concatenate([means for _, means in labels]).astype(np.float32),
     )
-    assert summary is not None  # every record that is kept has rewards
-    lines += [fit_row(f"  {name}", value, 28) for name, value in summary.rows()]
+    assert summary is not None  # every record that is written has rewards
+    lines += [fit_row(f"  {name}", value, 28) for name, value in summary.render_rows()]
     for about in labelled.abouts:
         if about["trained_on_input"]:
             lines.append(

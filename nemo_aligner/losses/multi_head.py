@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
-from nemo_aligner.losses.base import check_flag, check_integer, check_number
-from nemo_aligner.losses.soft_labels import SoftPairObjective
+from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, check_number
+from nemo_aligner.losses.soft_labels import SoftLabels
 from nemo_aligner.utils.host_transfer import to_device
 
 # Cumulative probabilities P(0), P(0 or 1), ... of a Poisson distribution with mean 1. Larger counts
@@ -23,7 +23,7 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 
 
 @dataclass(frozen=True)
-class HeadEnsemble(SoftPairObjective):
+class HeadEnsemble(SoftLabels, PairObjective):
     """Mean over K heads of ``-log sigmoid(m) + center_rewards_coefficient * (better + worse)^2``.
 
     m is the margin, the better reward minus the worse one. Each head starts from its own random

@@ -35,7 +35,7 @@ from nemo_aligner.losses.length import (
     reply_lengths,
     weigh_longer_chosen,
 )
-from nemo_aligner.losses.soft_labels import SoftPairObjective
+from nemo_aligner.losses.soft_labels import SoftLabels
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry; its variants are settings of one class.
@@ -48,7 +48,7 @@ AGGREGATES = tuple(rule.value for rule in Aggregate)
 
 
 @dataclass(frozen=True)
-class BradleyTerry(SoftPairObjective):
+class BradleyTerry(SoftLabels, PairObjective):
     """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
     This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
@@ -442,7 +442,7 @@ class RaoKupper(TieModel, PairObjective):
 
 
 @dataclass(frozen=True)
-class PlackettLuce(SoftPairObjective):
+class PlackettLuce(SoftLabels, PairObjective):
     """Negative log-likelihood of choosing the completions one after the other in their order.
 
     The softmax of the rewards of the remaining completions gives the probability of each choice
@@ -455,7 +455,7 @@ class PlackettLuce(SoftPairObjective):
 
     A record with a teacher's rewards t has the loss ``(1 - w) * L + w * C`` with this loss L, the
     setting w = ``soft_label_weight``, and the cross-entropy C of all its completions against
-    ``softmax(t / soft_label_temperature)`` (``SoftPairObjective.softmax_losses``).
+    ``softmax(t / soft_label_temperature)`` (``SoftLabels.softmax_losses``).
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:

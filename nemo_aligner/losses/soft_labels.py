@@ -17,13 +17,13 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
-from nemo_aligner.losses.base import PairObjective, check_above, check_share
+from nemo_aligner.losses.base import Objective, check_above, check_share
 from nemo_aligner.utils.host_transfer import to_device
 
 
 @dataclass(frozen=True)
-class SoftPairObjective(PairObjective):
-    """Base class of objectives on comparisons that learn soft labels.
+class SoftLabels(Objective):
+    """Mixin of losses that learn soft labels, next to the base class ``PairObjective``.
 
     Attributes:
         soft_label_weight: weight w of the teacher's probabilities, from 0 (only hard labels) to 1
@@ -32,6 +32,7 @@ class SoftPairObjective(PairObjective):
             probabilities softer.
     """
 
+    attributes: tuple[str, ...] = ("reward",)
     soft_label_weight: float = field(default=1.0, kw_only=True)
     soft_label_temperature: float = field(default=1.0, kw_only=True)
 

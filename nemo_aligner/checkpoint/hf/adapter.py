@@ -38,7 +38,6 @@ from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
-from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.contract import ScoringContract
@@ -119,16 +118,10 @@ def _export_adapter(
     write_json(staging / _CONFIG_NAME, _build_config(archive, lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
-    card_arguments = (output.name, exported, pad_token, folder.source, options.base_license)
+    card_arguments = (output.name, exported, pad_token, folder, options.base_license)
     model_type = archive.family.to_hf(archive.config)["model_type"]
     is_known = has_class(REWARD_SUFFIX, model_type)
-    card = model_card(
-        *card_arguments,
-        contract.dtype,
-        base,
-        is_loaded_with_head=is_known,
-        trained_on=training_data_of(folder.config),
-    )
+    card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
         f"{output}: adapter of {base}: LoRA of {lora}, and the head of "

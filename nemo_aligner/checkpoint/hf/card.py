@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nemo_aligner.checkpoint.hf.heads import LINEAR
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
+from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.contract.contract import ScoringContract
 
 
@@ -17,14 +19,13 @@ def model_card(
     name: str,
     contract: ScoringContract,
     pad_token: str,
-    archive: Path,
+    folder: NemoFolder,
     base_license: str,
     trained_in: str,
     base: str | None = None,
     *,
     form: str = LINEAR.last,
     is_loaded_with_head: bool = True,
-    trained_on: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Render the model card, ``README.md``, of an exported folder.
 
@@ -32,15 +33,14 @@ def model_card(
         name: name of the folder.
         contract: scoring contract of the exported model.
         pad_token: text of the pad token.
-        archive: the exported archive. Checkpoints of its run in the same folder tell how the model
-            was trained.
+        folder: the exported archive, which lists its training files. Checkpoints of its run in the
+            same folder tell how the model was trained.
         base_license: licence of the base model.
         trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
         form: form of the head (``ExportedHead.form``).
         is_loaded_with_head: whether transformers has a class that loads the decoder together with
             the head. If not, the program in the card computes the head itself.
-        trained_on: the training files that the archive lists (``training_data_of``), or None.
     """
     assert base is None or not contract.has_steps, "adapters support no rewards per step"
     environment = Environment(
@@ -50,12 +50,13 @@ def model_card(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    readout, states = contract.output_readout, _read_states(archive)
+    readout, states = contract.output_readout, _read_states(folder.source)
+    files = training_data_of(folder.config) or []
     return environment.get_template("model_card.md.jinja").render(
         name=name,
         contract=contract,
         pad_token=pad_token,
-        source=archive.name,
+        source=folder.source.name,
         license=base_license,
         trained_in=trained_in,
         base=base,
@@ -67,10 +68,8 @@ def model_card(
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
         # A converted archive has neither checkpoints next to it nor statistics of a validation.
-        is_trained_here=bool(states or trained_on) or contract.reward_mean is not None,
-        training="\n".join(
-            [*_describe_teachers(trained_on or ()), *_describe_training(states, trained_on or ())]
-        ),
+        is_trained_here=bool(states or files) or contract.reward_mean is not None,
+        training="\n".join([*_describe_teachers(files), *_describe_training(states, files)]),
         dict=dict,
         zip=zip,
     )

@@ -58,7 +58,6 @@ from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
-from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
@@ -191,12 +190,11 @@ def _export(
         output.name,
         exported,
         pad_token,
-        folder.source,
+        folder,
         options.base_license,
         contract.dtype,
         form=head.form,
         is_loaded_with_head=_fits_class(head, contract, config),
-        trained_on=training_data_of(folder.config),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     return ExportSummary(

@@ -91,9 +91,9 @@ def _rewards_of_probability(value: object, record: Comparison) -> tuple[float, .
             "probability that the chosen reply is better"
         )
     if len(record.texts) != 2 or record.is_tied:
-        found = "a tie" if record.is_tied else f"{len(record.texts)} replies"
+        content = "a tie" if record.is_tied else f"{len(record.texts)} replies"
         raise DataError(
-            f"{CHOSEN_PROBABILITY}: got a record of {found}, wanted a pair of which one reply is "
+            f"{CHOSEN_PROBABILITY}: got a record of {content}, wanted a pair of which one reply is "
             f"chosen. Write {TEACHER_REWARDS}, a list of one number for each reply"
         )
     probability = float(value)  # type: ignore[arg-type]
