@@ -111,11 +111,8 @@ class SoftLabelSummary:
         if not self.pairs:
             yield "soft labels", f"{self.records} records, without a pair of unequal rank"
             return
-        yield (
-            "soft labels",
-            f"{self.records} records, {self.pairs} pairs; mean |p - 0.5| {self.distance:.3f}, "
-            f"{self.opposed:.1%} with p below 0.5",
-        )
+        softness = f"mean |p - 0.5| {self.distance:.3f}, {self.opposed:.1%} with p below 0.5"
+        yield "soft labels", f"{self.records} records, {self.pairs} pairs; {softness}"
         parts = [
             f"to {high:g} {share:.1%}" for high, share in zip(_BINS[1:], self.bins, strict=True)
         ]
