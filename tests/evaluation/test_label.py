@@ -145,6 +145,19 @@ def test_stopped_labelling_continues_to_the_same_file(
     assert [row["id"] for row in kept] == np.flatnonzero(sure >= limit).tolist()
 
 
+def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:
+    labelled(folder, "one_rank", folder / "seen.nemo")
+    tiny.run_verb(
+        "data label",
+        str(folder / "pairs.jsonl"),
+        f"--model={folder / 'seen.nemo'}",
+        f"--output={folder / 'two_ranks.jsonl'}",
+        "--processes=2",
+    )
+    files = [folder / f"{name}.jsonl" for name in ("one_rank", "two_ranks")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_student_names_its_teacher_which_knows_what_it_learned(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
