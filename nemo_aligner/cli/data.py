@@ -406,7 +406,8 @@ _LABEL = """\
 Add the rewards of one or more reward models to the records of a file, as soft labels.
 
   nemo-aligner data label pairs.jsonl --model teacher.nemo --output soft.jsonl
-  nemo-aligner data label pairs.jsonl --model a.nemo --model b.nemo --output soft
+  nemo-aligner data label pairs.jsonl --output soft.jsonl \\
+      --model a.nemo --model b.nemo
 
 Reads every format of comparisons, and also {"prompt": ..., "responses": [...]} without ranks. All
 fields stay; the new ones are teacher_rewards, the mean over the models for each reply, teacher, and
