@@ -28,3 +28,19 @@ def with_training_data(
     earlier = training_data_of(config) or []
     new = [dict(file) for file in files if dict(file) not in earlier]
     return {**config, _TRAINING_DATA: [*earlier, *new]}
+
+
+def merge_training_data(
+    config: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """List the files of several models in the ``config`` of the model that is merged from them.
+
+    If one of them does not say what it was trained on, neither does the result.
+    """
+    merged = {key: value for key, value in config.items() if key != _TRAINING_DATA}
+    lists = [training_data_of(item) for item in (config, *configs)]
+    if None in lists:
+        return merged
+    for files in lists:
+        merged = with_training_data(merged, files or ())
+    return merged
