@@ -111,6 +111,8 @@ class Records:
             ones are tied.
         reply_lengths: ``[S]`` integer tokens of the reply, turn or step that each reward belongs
             to, on the host (``lengths_of_rewards`` in data/records.py); -1 if not counted.
+        teacher_rewards: ``[Q]`` float32 reward that a teacher gives each sample, NaN if none does;
+            None if no record of the data set has any.
     """
 
     ids: Tensor
@@ -119,6 +121,7 @@ class Records:
     labels: LabelColumns
     ranks: Tensor
     reply_lengths: Tensor
+    teacher_rewards: Tensor | None = None
 
     @classmethod
     def of(
@@ -129,6 +132,7 @@ class Records:
         ranks: Tensor | None = None,
         reward_counts: Sequence[int] | None = None,
         reply_lengths: Tensor | None = None,
+        teacher_rewards: Tensor | None = None,
     ) -> Records:
         """Build records with ``sample_counts [R]`` samples each.
 
@@ -147,7 +151,7 @@ class Records:
         if reply_lengths is None:
             reply_lengths = torch.full((int(rewards[-1]),), -1)
         record_ids = torch.as_tensor(ids, dtype=torch.int64)
-        return cls(record_ids, samples, rewards, labels, ranks, reply_lengths)
+        return cls(record_ids, samples, rewards, labels, ranks, reply_lengths, teacher_rewards)
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -200,6 +204,7 @@ class Records:
             self.labels.select(_find_items(self.label_bounds, chosen)[1]),
             self.ranks[samples],
             self.reply_lengths[rewards],
+            None if self.teacher_rewards is None else self.teacher_rewards[samples],
         )
 
     def pairs(self, with_ties: bool = False) -> PairRows:
@@ -565,12 +570,17 @@ class PackedBatch:
         inputs = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
         indices = [] if cached is None else cached.tensors()
         tokens, positions, scored, values, *moved = all_to_device([*inputs, *indices], device)
+        teacher = self.records.teacher_rewards
         return replace(
             self,
             tokens=tokens,
             position_ids=positions,
             scored_tokens=scored,
-            records=replace(self.records, labels=replace(labels, values=values)),
+            records=replace(
+                self.records,
+                labels=replace(labels, values=values),
+                teacher_rewards=None if teacher is None else to_device(teacher, device),
+            ),
             cached=None
             if cached is None
             else CacheUse(cached.lengths, *moved, states=cached.states),

@@ -29,6 +29,7 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
     model_shape,
 )
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of
+from nemo_aligner.checkpoint.nemo.training_data import merge_training_data
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
@@ -111,7 +112,8 @@ def _write(
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
         contract = _merge_contracts(inputs)
-        config = with_lora(last.folder.config, None)
+        configs = [model.folder.config for model in inputs[:-1]]
+        config = merge_training_data(with_lora(last.folder.config, None), configs)
         write_lazy_nemo(output, config, tensors, layers, scratch, contract)
         lines = [f"  {model.weight:+.6g} x {model.folder.source}" for model in inputs]
         lines += _warn_of_unrelated_heads(inputs)

@@ -1,4 +1,4 @@
-"""Subcommands (verbs) for data: ``data fetch``, ``inspect``, ``split``, ``augment``, ``demo``."""
+"""Subcommands for data: ``fetch``, ``inspect``, ``split``, ``augment``, ``label`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
+from nemo_aligner.cli.parser import (
+    Parser,
+    above_0,
+    fraction,
+    names,
+    positive,
+    start_ranks,
+    starts_ranks,
+)
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, DataConfig, ScoredPosition
 from nemo_aligner.utils.errors import ConfigError
@@ -391,4 +399,100 @@ def run_demo(options: argparse.Namespace) -> int:
 
     write = write_demo if options.kind == "pairs" else write_step_demo
     print(write(options.output, options.pairs, options.heldout, options.seed))
+    return 0
+
+
+_LABEL = """\
+Add the rewards of one or more reward models to the records of a file, as soft labels.
+
+  nemo-aligner data label pairs.jsonl --model teacher.nemo --output soft.jsonl
+  nemo-aligner data label pairs.jsonl --output soft.jsonl \\
+      --model a.nemo --model b.nemo
+
+Reads every format of comparisons, and also {"prompt": ..., "responses": [...]} without ranks. All
+fields stay; the new ones are teacher_rewards, the mean over the models for each reply, teacher, and
+for pairs and several models teacher_spread, the standard deviation of the margin. Training on the
+output learns the teachers' probabilities. The same command continues a run that was stopped.
+"""
+
+
+def label_parser() -> Parser:
+    """Build the parser of ``nemo-aligner data label``."""
+    parser = Parser("data label", _LABEL)
+    parser.add_argument("input", type=data_file, metavar="FILE", help="file to label")
+    parser.add_argument(
+        "--model", action="append", required=True, metavar="MODEL",
+        help="a .nemo file, a Hugging Face folder or name, or the URL of a server; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument(
+        "--keep-confident", type=_parse_confidence, metavar="P",
+        help="write only pairs of which the models give one reply a probability of at least P, "
+        "0.5 to 1; with several models, their mean margin less its standard deviation counts",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pseudo-labels", action="store_true",
+        help="also rank the replies by the models: the better one becomes chosen",
+    )  # fmt: skip
+    add_format(parser, of_ratings=False)
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the contract"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens", type=positive, default=8192, metavar="N",
+        help="as model.micro_batch_tokens (default: %(default)s)",
+    )  # fmt: skip
+    for flag, name in (("--tensor-parallel", "tensor"), ("--pipeline-parallel", "pipeline")):
+        parser.add_argument(
+            flag, type=positive, default=1, metavar="N",
+            help=f"as model.{name}_model_parallel_size (default: 1)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--processes", type=positive, metavar="N",
+        help="ranks to start on this machine, one per GPU (on several nodes: torchrun, srun)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-variable", metavar="NAME",
+        help="environment variable with the bearer token of the servers",
+    )  # fmt: skip
+    return parser
+
+
+def _parse_confidence(text: str) -> float:
+    value = float(text)
+    if not 0.5 <= value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number from 0.5 to below 1")
+    return value
+
+
+def run_label(options: argparse.Namespace) -> int:
+    """Label the records of a file, and print a summary."""
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
+    from nemo_aligner.config.model import ScorerModelConfig
+
+    if starts_ranks(options):
+        return start_ranks("data label", options)
+    from nemo_aligner.evaluation.label import Labelling, label_file
+
+    model = ScorerModelConfig(
+        micro_batch_tokens=options.micro_batch_tokens,
+        tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+    )
+    label_file(
+        Labelling(
+            source=options.input,
+            output=options.output,
+            teachers=tuple(options.model),
+            config=EvaluateConfig(
+                precision=None if options.precision is None else Precision(options.precision),
+                model=model,
+                source=SourceConfig(token_variable=options.token_variable),
+            ),
+            reading=read_format(options),
+            keep_confident=options.keep_confident,
+            pseudo_labels=options.pseudo_labels,
+        )
+    )
     return 0

@@ -175,6 +175,7 @@ VERBS = {
     "data inspect": "show data as training will see it",
     "data split": "split a file by prompt into training and held-out data",
     "data augment": "make more pairs, with replies to other prompts",
+    "data label": "add the rewards of teachers to records, as soft labels",
     "data demo": "make a demo set of pairs",
     "plan": "list the parallel layouts that fit on a number of GPUs",
     "check": "check that rewards are the same at every layout and in every batch",

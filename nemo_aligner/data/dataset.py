@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
-from nemo_aligner.data.records import Origin, Record, label_rows
+from nemo_aligner.data.records import Origin, Record, label_rows, teacher_rewards
 from nemo_aligner.data.report import FileReport, find_contradicted, find_members
 from nemo_aligner.data.token_index import (
     FileIndex,
@@ -149,6 +149,7 @@ class TokenizedDataset:
             # The count ``steps`` exists only if each turn or step has a reward. Otherwise places
             # are not hashed, so that the digest equals that of earlier versions.
             self.places.numpy() if "steps" in self.counts else None,
+            None if records.teacher_rewards is None else records.teacher_rewards.numpy(),
         )
         return digest.hexdigest()
 
@@ -308,7 +309,24 @@ def _join_records(indexes: Sequence[FileIndex]) -> Records:
         LabelColumns.of(indexes[0].facts.columns, labels),
         _join([index.ranks for index in indexes]),
         _join([index.reply_lengths for index in indexes]),
+        _join_teacher_rewards(indexes),
     )
+
+
+def _join_teacher_rewards(indexes: Sequence[FileIndex]) -> Tensor | None:
+    """Join the teacher's rewards of all files; None if no file has any.
+
+    A file without them has NaN for each of its samples.
+    """
+    if not any(len(index.teacher_rewards) for index in indexes):
+        return None
+    parts = [
+        index.teacher_rewards
+        if len(index.teacher_rewards)
+        else np.full(len(index.ranks), np.nan, dtype=np.float32)
+        for index in indexes
+    ]
+    return _join(parts)
 
 
 def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
@@ -343,11 +361,13 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
 
     ``columns`` names the label columns, in the order of each record's ``labels``.
     """
+    rewards = teacher_rewards(records)
     return Records.of(
         range(len(records)),
         [len(record.texts) for record in records],
         label_columns(records, columns),
         torch.tensor([rank for record in records for rank in record.ranks], dtype=torch.int32),
+        teacher_rewards=torch.from_numpy(rewards) if not np.isnan(rewards).all() else None,
     )
 
 

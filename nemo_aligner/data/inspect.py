@@ -23,20 +23,22 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
+from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
 from nemo_aligner.data.records import (
     Comparison,
     Record,
+    count_teachers,
     label_rows,
     principle_key,
     short_hash,
+    teacher_rewards,
     text_names,
     verdict_keys,
 )
 from nemo_aligner.data.report import (
     FileReport,
     FileSummary,
-    LabelSummary,
     LengthSummary,
     Prompts,
     check_overlap,
@@ -152,6 +154,12 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         principles=count_principles(
             np.array([principle_key(record) for record in file.records], dtype=np.uint64)
         ),
+        soft_labels=SoftLabelSummary.of(
+            np.cumsum([0, *(len(record.texts) for record in file.records)]),
+            np.array([rank for record in file.records for rank in record.ranks]),
+            teacher_rewards(file.records),
+        ),
+        teachers=count_teachers(file.records),
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)
@@ -164,7 +172,10 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
 
     A token index also counts them, but compares tokens; here texts are compared.
     """
-    contents = (repr((record.texts, record.ranks, *label_rows(record))) for record in records)
+    contents = (
+        repr((record.texts, record.ranks, *label_rows(record), *_teacher(record)))
+        for record in records
+    )
     # Compare hashes, because a set of the texts would double the memory.
     different = {short_hash(content.encode(errors="surrogatepass")) for content in contents}
     verdicts = [verdict_keys(record) for record in records]
@@ -176,12 +187,18 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
     }
 
 
+def _teacher(record: Record) -> tuple[float, ...]:
+    return record.teacher_rewards if isinstance(record, Comparison) else ()
+
+
 def render_record(record: Record, options: Inspection) -> str:
     """Render a record as the text that is tokenized or, without a tokenizer, as it was read."""
     lines = [f"\n{record.origin}" + (f" ({record.source})" if record.source else "")]
     if isinstance(record, Comparison):
-        for name, text in zip(text_names(record), record.texts, strict=True):
-            lines += _text_lines(name, text, [], options)
+        opinions = [f", teacher's reward {reward:g}" for reward in record.teacher_rewards]
+        opinions = opinions or [""] * len(record.texts)
+        for name, opinion, text in zip(text_names(record), opinions, record.texts, strict=True):
+            lines += _text_lines(f"{name}{opinion}", text, [], options)
         return "\n".join(lines)
     rows = [
         " ".join("none" if label is None else f"{label:g}" for label in row)

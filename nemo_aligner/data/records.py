@@ -11,8 +11,9 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from filecmp import cmp
@@ -21,6 +22,8 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 from unicodedata import category
 from uuid import UUID
+
+import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import (
@@ -70,6 +73,12 @@ class Comparison:
         ranks: rank of each sample; a lower one is better, equal ones are tied.
         source: name of the record's source, as the record gives it; "" if it gives none.
         labels: a label for each requested column, None where it is missing.
+        teacher_rewards: reward that a teacher gives each sample (``formats/teacher.py``); empty if
+            the record has none.
+        positions: position of each sample in the file's record, counted from 0; empty if the
+            samples have the record's order.
+        teacher: JSON of the record's field ``teacher``, which names the models that gave the
+            rewards; "" if it has none.
     """
 
     texts: tuple[Text, ...]
@@ -77,6 +86,9 @@ class Comparison:
     origin: Origin
     source: str = ""
     labels: tuple[float | None, ...] = ()
+    teacher_rewards: tuple[float, ...] = ()
+    positions: tuple[int, ...] = field(default=(), compare=False)
+    teacher: str = field(default="", compare=False)
 
     @property
     def is_tied(self) -> bool:
@@ -99,7 +111,18 @@ class Comparison:
         """Return the comparison with all verdicts reversed: the best sample becomes the worst."""
         ends = min(self.ranks) + max(self.ranks)
         ranks = tuple(ends - rank for rank in reversed(self.ranks))
-        return replace(self, texts=self.texts[::-1], ranks=ranks)
+        return replace(
+            self,
+            texts=self.texts[::-1],
+            ranks=ranks,
+            teacher_rewards=self.teacher_rewards[::-1],
+            positions=self.positions_in_record[::-1],
+        )
+
+    @property
+    def positions_in_record(self) -> tuple[int, ...]:
+        """Position of each sample in the file's record, counted from 0."""
+        return self.positions or tuple(range(len(self.texts)))
 
 
 @dataclass(frozen=True)
@@ -157,6 +180,25 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
     """
     steps = record.steps if isinstance(record, Rating) else None
     return [record.labels] if steps is None else steps
+
+
+def teacher_rewards(records: Sequence[Record]) -> np.ndarray:
+    """Collect the reward that a teacher gives each sample: ``[Q]`` float32, NaN where none does."""
+    missing = float("nan")
+    rewards = [
+        reward
+        for record in records
+        for reward in (isinstance(record, Comparison) and record.teacher_rewards)
+        or (missing,) * len(record.texts)
+    ]
+    return np.array(rewards, dtype=np.float32)
+
+
+def count_teachers(records: Iterable[Record]) -> Counter[str]:
+    """Count the records by the JSON of their field ``teacher``; those without it do not count."""
+    return Counter(
+        record.teacher for record in records if isinstance(record, Comparison) and record.teacher
+    )
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.formats.prompts import COLUMN_COUNTS, looks_like_prompt
+from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary, select_present
 from nemo_aligner.data.records import (
     MalformedRecord,
     Origin,
@@ -227,14 +228,6 @@ class FarLabel:
         return f"{self.origin}: {self.name} is {self.value:g}, the median {self.median:g}"
 
 
-def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
-    """Return the smallest and the largest label of each column; NaN if a column has none."""
-    missing = torch.tensor([torch.nan])
-    columns = [_select_present(column) for column in labels.values.double().unbind(1)]
-    columns = [column if column.numel() else missing for column in columns]
-    return [float(column.min()) for column in columns], [float(column.max()) for column in columns]
-
-
 def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
     """Find labels at least ten times farther from their column's median than usual ones.
 
@@ -248,7 +241,7 @@ def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel
 
 
 def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
-    present = _select_present(column)
+    present = select_present(column)
     if not present.numel():
         return
     median = float(present.median())
@@ -259,10 +252,6 @@ def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[
     for index in torch.nonzero((column - median).abs() > _MIN_RATIO * reach).flatten().tolist():
         value = float(column[index])
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
-
-
-def _select_present(column: Tensor) -> Tensor:
-    return column[~torch.isnan(column)]
 
 
 # Summary of a file's records, small enough for a JSON file.
@@ -299,27 +288,6 @@ class LengthSummary:
 
 
 @dataclass(frozen=True)
-class LabelSummary:
-    """Summary of each label column: number of missing labels, mean, minimum and maximum.
-
-    Mean, minimum and maximum are NaN if all labels of the column are missing.
-    """
-
-    missing: tuple[int, ...] = ()
-    means: tuple[float, ...] = ()
-    lows: tuple[float, ...] = ()
-    highs: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, labels: LabelColumns) -> LabelSummary:
-        if not labels.names:
-            return cls()
-        lows, highs = label_range(labels)
-        missing = torch.isnan(labels.values).sum(0).tolist()
-        return cls(tuple(missing), labels.measured_means(), tuple(lows), tuple(highs))
-
-
-@dataclass(frozen=True)
 class PrefixSummary:
     """Tokens saved by computing the shared prefix of a record's samples once.
 
@@ -350,6 +318,8 @@ class FileSummary:
         far_labels: outliers among the labels, the farthest first.
         unread: for each column that was not read, the number of lines that have it.
         principles: number of records with a principle, and number of different principles.
+        soft_labels: summary of the teacher's rewards; None if no record has any.
+        teachers: number of records by the JSON of their field ``teacher``.
     """
 
     path: str
@@ -366,6 +336,8 @@ class FileSummary:
     far_labels: Sequence[FarLabel] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
     principles: tuple[int, int] = (0, 0)
+    soft_labels: SoftLabelSummary | None = None
+    teachers: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, without the path, as a file may be moved with its token cache."""
@@ -388,7 +360,8 @@ class FileSummary:
             "lengths": _parse_lengths(values["lengths"]),
             "reply_lengths": _parse_lengths(values["reply_lengths"]),
             "principles": tuple(values["principles"]),
-            "labels": LabelSummary(*(tuple(values["labels"][name]) for name in _LABELS)),
+            "labels": LabelSummary.from_dict(values["labels"]),
+            "soft_labels": SoftLabelSummary.from_dict(values["soft_labels"]),
             "prefixes": None if prefixes is None else PrefixSummary(**prefixes),
             "malformed": [
                 MalformedRecord(Origin(path, line), reason) for line, reason in values["malformed"]
@@ -398,9 +371,6 @@ class FileSummary:
             ],
         }
         return cls(**{**values, **parts})
-
-
-_LABELS = ("missing", "means", "lows", "highs")
 
 
 def _parse_lengths(values: Mapping[str, Any]) -> LengthSummary:
@@ -557,6 +527,8 @@ class FileReport:
             yield "label means", self._format_columns(labels.means)
             yield "labels from", self._format_columns(labels.lows)
             yield "labels to", self._format_columns(labels.highs)
+        if summary.soft_labels is not None:
+            yield from summary.soft_labels.render_rows()
         if summary.principles[0]:
             yield "principles", "{} records, {} different".format(*summary.principles)
         if any(summary.sources):

@@ -24,12 +24,12 @@ from nemo_aligner.batch.packed import LabelColumns, count_label_rows
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, open_file
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import (
     MOST_KEPT,
     FileSummary,
-    LabelSummary,
     LengthSummary,
     PrefixSummary,
     Prompts,
@@ -124,6 +124,8 @@ class FileIndex:
             find opposite verdicts (``verdict_keys`` in data/records.py).
         verdict_counts: ``[N]`` int32 number of verdicts of each record; they add up to V.
         prompts: the file's different prompts, by hash, each with the line of its first record.
+        teacher_rewards: ``[Q]`` float32 reward that a teacher gives each sample, NaN if none does;
+            empty if no record of the file has any.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
@@ -142,6 +144,7 @@ class FileIndex:
         self.record_keys = arrays.read("record_keys", _KEY)
         self.verdict_keys = arrays.read("verdict_keys", _KEY)
         self.verdict_counts = arrays.read("verdict_counts", _COUNT)
+        self.teacher_rewards = arrays.read("teacher_rewards", _LABEL)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
 
@@ -202,6 +205,7 @@ class _Writer:
         total, parts = self._total, dict(block.arrays)
         total.counts.update(block.counts)
         total.unread.update(block.unread)
+        total.teachers.update(block.teachers)
         total.parsed += block.parsed
         total.malformed += block.malformed[: MOST_KEPT - len(total.malformed)]
         total.pairs += block.pairs
@@ -268,6 +272,7 @@ class _Writer:
             # last reward, which ``lengths_of_rewards`` sets to the length of the whole reply.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
+        teacher = _read_teacher_rewards(arrays)
         summary = FileSummary(
             path=rules.path,
             kind=rules.kind,
@@ -285,11 +290,22 @@ class _Writer:
             ),
             unread=dict(total.unread),
             principles=count_principles(arrays.read("principle_keys", _KEY)),
+            soft_labels=SoftLabelSummary.of(sample_bounds, ranks, teacher),
+            teachers=dict(total.teachers),
         )
         places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
-        end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places)
+        end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places, teacher)
         digest, token_type = self._digest.hexdigest(), token_rules.token_type.name
         return IndexFacts(summary, rules.columns, total.parsed, token_type, digest)
+
+
+def _read_teacher_rewards(arrays: Arrays) -> np.ndarray:
+    """Read the teacher's rewards; remove the array if all are NaN, as in most files."""
+    rewards = arrays.read("teacher_rewards", _LABEL)
+    if np.isnan(rewards).all():
+        rewards = rewards[:0]
+        arrays.replace("teacher_rewards", rewards)
+    return rewards
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
@@ -308,13 +324,15 @@ def end_digest(
     sample_bounds: np.ndarray,
     reward_bounds: np.ndarray,
     places: np.ndarray | None = None,
+    teacher_rewards: np.ndarray | None = None,
 ) -> None:
     """Add labels, ranks and ``places`` to the hash ``digest``, after the last ``add_sequence``.
 
     A resumed run compares the digest of its data with the digest that it saved. To agree with runs
     of earlier versions, ranks are added only if they differ from the order of the samples, and the
     rank of a sample is repeated for each of its rewards. ``places`` are None unless the contract
-    scores turns or steps. ``FileIndex`` describes the arrays.
+    scores turns or steps. ``teacher_rewards`` are added only if there are any. ``FileIndex``
+    describes the arrays.
     """
     digest.update(np.ascontiguousarray(labels).tobytes())
     ranks = np.repeat(ranks, np.diff(reward_bounds))
@@ -323,6 +341,8 @@ def end_digest(
         digest.update(ranks.astype(_INT).tobytes())
     if places is not None:
         add_sequence(digest, places)
+    if teacher_rewards is not None and len(teacher_rewards):
+        digest.update(np.ascontiguousarray(teacher_rewards).tobytes())
 
 
 # Stores of named arrays that are written part by part, in memory or in the files of a folder.

@@ -33,10 +33,12 @@ from nemo_aligner.data.records import (
     Rating,
     Record,
     better_and_worse,
+    count_teachers,
     lengths_of_rewards,
     principle_key,
     prompt_hash,
     short_hash,
+    teacher_rewards,
     verdict_keys,
 )
 from nemo_aligner.utils.errors import DataError
@@ -73,11 +75,13 @@ class TokenizedBlock:
             ``reward_counts [Q]``, ``places [S]`` (positions of the tokens that the head reads),
             ``reply_lengths [S]`` and ``labels [L, C]`` (see ``Records``), ``prefixes [N]``,
             ``lines [N]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
-            ``verdict_counts [N]`` (verdicts of each record), ``principle_keys [N]``.
+            ``verdict_counts [N]`` (verdicts of each record), ``principle_keys [N]``,
+            ``teacher_rewards [Q]`` (NaN where a sample has none).
         sources: source of each record.
         unread: for each column that was not read, the number of lines that have it.
         pairs: number of pairs of samples in which one sample is better than the other.
         longer: number of these pairs whose better reply is longer; equal lengths count one half.
+        teachers: number of records by the JSON of their field ``teacher``; without "".
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -88,6 +92,7 @@ class TokenizedBlock:
     unread: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
     longer: float = 0.0
+    teachers: Counter[str] = field(default_factory=Counter)
 
 
 class _TokenizedRecord(NamedTuple):
@@ -148,6 +153,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         unread=unread,
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
+        teachers=count_teachers([item.record for item in tokenized]),
     )
 
 
@@ -217,6 +223,7 @@ def _build_arrays(
         "verdict_keys": np.array([key for keys in verdicts for key in keys], dtype=np.uint64),
         "verdict_counts": _to_int32([*map(len, verdicts)]),
         "principle_keys": np.array(principles, dtype=np.uint64),
+        "teacher_rewards": teacher_rewards([item.record for item in tokenized]),
     }
 
 
@@ -234,6 +241,8 @@ def _hash_record(item: _TokenizedRecord) -> int:
     facts = repr((record.labels, record.ranks, [len(ids) for ids in item.sequences]))
     if isinstance(record, Rating) and record.steps is not None:
         facts += repr(record.steps)
+    if isinstance(record, Comparison) and record.teacher_rewards:
+        facts += repr(record.teacher_rewards)
     return short_hash(facts.encode(), *(ids.tobytes() for ids in item.sequences))
 
 

@@ -23,6 +23,7 @@ from nemo_aligner.contract.from_settings import with_aggregate
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes, weighted_order
+from nemo_aligner.data.formats.teacher import CHOSEN_PROBABILITY, TEACHER_REWARDS
 from nemo_aligner.data.packing import largest_record, pack_records, record_cost, share_out
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.report import check_overlap
@@ -121,6 +122,7 @@ def build_training_data(
     # Settings such as the values of bins may depend on the training labels, which are known now.
     objective = _fit_objective(objective, train, contract)
     contract = contract.with_readout(objective.readout)
+    _check_soft_labels(train, objective)
     for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
@@ -233,6 +235,17 @@ def _fit_objective(
 
 def _describe_readout(readout: Readout | None) -> str:
     return "one output" if readout is None else f"{readout.kind} {readout.numbers}"
+
+
+def _check_soft_labels(train: TokenizedDataset, objective: Objective) -> None:
+    if train.records.teacher_rewards is None or objective.learns_soft_labels:
+        return
+    paths = [report.path for report in train.reports if report.summary.soft_labels is not None]
+    raise ConfigError(
+        f"model.objective: {type(objective).__name__} does not learn soft labels, but records of "
+        f"{', '.join(paths)} have {TEACHER_REWARDS!r} or {CHOSEN_PROBABILITY!r}. Choose "
+        "bradley_terry, plackett_luce or head_ensemble, or remove these fields from the records"
+    )
 
 
 def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:

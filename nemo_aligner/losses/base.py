@@ -92,6 +92,14 @@ class Objective(ABC):
         return False
 
     @property
+    def learns_soft_labels(self) -> bool:
+        """True if the objective learns the rewards that a teacher gave the replies of comparisons.
+
+        Training with another objective on records that have such rewards is an error.
+        """
+        return False
+
+    @property
     def takes_comparisons(self) -> bool:
         """True if an objective on ratings also trains on comparisons."""
         return False
@@ -359,6 +367,12 @@ def check_above(objective: Objective, name: str, low: float) -> None:
     """Check that a setting is finite and greater than ``low``."""
     value = _as_number(objective, name)
     _require(objective, name, low < value < math.inf, f"a number above {low:g}")
+
+
+def check_share(objective: Objective, name: str) -> None:
+    """Check that a setting is a number from 0 to 1."""
+    fits = 0 <= _as_number(objective, name) <= 1
+    _require(objective, name, fits, "a number from 0 to 1")
 
 
 def check_flag(objective: Objective, name: str) -> None:

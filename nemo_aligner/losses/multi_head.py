@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
 from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, check_number
+from nemo_aligner.losses.soft_labels import SoftLabels
 from nemo_aligner.utils.host_transfer import to_device
 
 # Cumulative probabilities P(0), P(0 or 1), ... of a Poisson distribution with mean 1. Larger counts
@@ -22,7 +23,7 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 
 
 @dataclass(frozen=True)
-class HeadEnsemble(PairObjective):
+class HeadEnsemble(SoftLabels, PairObjective):
     """Mean over K heads of ``-log sigmoid(m) + center_rewards_coefficient * (better + worse)^2``.
 
     m is the margin, the better reward minus the worse one. Each head starts from its own random
@@ -43,6 +44,7 @@ class HeadEnsemble(PairObjective):
             "Online bagging and boosting"). False gives every record the weight 1.
         center_rewards_coefficient: coefficient of the second term; 0 leaves the level of each
             head's rewards undetermined.
+        soft_label_weight: every head learns soft labels as ``BradleyTerry`` does.
     """
 
     heads: int = 5
@@ -50,6 +52,7 @@ class HeadEnsemble(PairObjective):
     center_rewards_coefficient: float = 0.01
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer(self, "heads", 2)
         check_number(self, "center_rewards_coefficient", 0)
         check_flag(self, "bootstrap")
@@ -66,6 +69,9 @@ class HeadEnsemble(PairObjective):
         pairs = records.pairs()
         better, worse = pairs.of(rewards)
         losses = F.softplus(worse - better)
+        share = self.mix_reversed_share(0.0, pairs, records, rewards)
+        if share is not None:
+            losses = (1 - share[:, None]) * losses + share[:, None] * F.softplus(better - worse)
         losses = losses + self.center_rewards_coefficient * (better + worse).square()
         if self.bootstrap:
             times = to_device(bootstrap_counts(records.ids, self.heads), losses.device)

@@ -35,6 +35,7 @@ from nemo_aligner.losses.length import (
     reply_lengths,
     weigh_longer_chosen,
 )
+from nemo_aligner.losses.soft_labels import SoftLabels
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry; its variants are settings of one class.
@@ -47,7 +48,7 @@ AGGREGATES = tuple(rule.value for rule in Aggregate)
 
 
 @dataclass(frozen=True)
-class BradleyTerry(PairObjective):
+class BradleyTerry(SoftLabels, PairObjective):
     """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
     This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
@@ -67,6 +68,10 @@ class BradleyTerry(PairObjective):
             relationship to IPO").
         ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
             them.
+        soft_label_weight: w, which makes the loss ``p * L(m) + (1 - p) * L(-m)`` for records with a
+            teacher's rewards t, where p is ``(1 - w) * h + w * sigmoid((t_better - t_worse) / T)``.
+            h is the hard label, that is 1, ``1 - label_smoothing`` or, for a tie, 1/2. The base
+            class explains this, and the temperature T.
         center_rewards_coefficient: factor of ``(better + worse) ** 2``, which is added to the loss
             to keep rewards around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
         aggregate: how the rewards of a sample's turns or steps become its reward: by ``last``,
@@ -100,6 +105,7 @@ class BradleyTerry(PairObjective):
     length_correlation_of: str = REPLIES
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_above(self, "longer_chosen_weight", 0)
         check_number(self, "length_bias", 0)
         check_flag(self, "learn_length_bias")
@@ -146,6 +152,10 @@ class BradleyTerry(PairObjective):
         labels = self._pair_labels(pairs, records)
         losses = self._pair_losses(-margins, labels)
         share = self._reversed_share(pairs, losses)
+        soft_share = self.mix_reversed_share(
+            0.0 if share is None else share, pairs, records, losses
+        )
+        share = share if soft_share is None else soft_share
         if share is not None:
             losses = (1 - share) * losses + share * self._pair_losses(margins, labels)
         if self.center_rewards_coefficient:
@@ -432,7 +442,7 @@ class RaoKupper(TieModel, PairObjective):
 
 
 @dataclass(frozen=True)
-class PlackettLuce(PairObjective):
+class PlackettLuce(SoftLabels, PairObjective):
     """Negative log-likelihood of choosing the completions one after the other in their order.
 
     The softmax of the rewards of the remaining completions gives the probability of each choice
@@ -442,6 +452,10 @@ class PlackettLuce(PairObjective):
 
     Tied completions are not compared: a completion competes only with those ranked below it. So a
     record with one best completion, whose other completions are tied, gives a single softmax.
+
+    A record with a teacher's rewards t has the loss ``(1 - w) * L + w * C`` with this loss L, the
+    setting w = ``soft_label_weight``, and the cross-entropy C of all its completions against
+    ``softmax(t / soft_label_temperature)`` (``SoftLabels.softmax_losses``).
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
@@ -457,9 +471,29 @@ class PlackettLuce(PairObjective):
         candidates = rewards[to_device(rows, rewards.device)]
         candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
         losses = candidates.logsumexp(dim=1) - rewards
+        soft = self.softmax_losses(rewards, records)
+        if soft is not None:
+            losses = self._mix(losses, *soft, records)
         # Create the count on the device, because copying it from the host would synchronise.
         count = torch.full((), num_ordered, dtype=torch.int64, device=rewards.device)
         return losses.sum(), count
+
+    def _mix(
+        self, losses: Tensor, soft_losses: Tensor, is_soft: Tensor, records: Records
+    ) -> Tensor:
+        """Mix the soft losses ``[R]`` into the losses of all choices, ``[Q]``.
+
+        The result has the losses of all records in its sum: ``[Q + R]``. Records whose completions
+        are all tied have no loss, with or without soft labels.
+        """
+        sizes = records.sample_bounds.diff()
+        owners = torch.arange(len(sizes)).repeat_interleave(sizes)
+        first = records.ranks[records.sample_bounds[:-1]].repeat_interleave(sizes)
+        is_ordered = torch.zeros(len(sizes), dtype=torch.bool)
+        is_ordered[owners[records.ranks != first]] = True
+        weight = self.soft_label_weight * is_soft.to(losses.dtype)
+        hard = losses * (1 - weight)[to_device(owners, losses.device)]
+        return torch.cat([hard, soft_losses * weight * to_device(is_ordered, losses.device)])
 
 
 def _choice_candidates(records: Records) -> tuple[Tensor, Tensor, int]:

@@ -15,9 +15,10 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS, NAMED_FORMATS
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
+from nemo_aligner.data.label_summary import label_range
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import Origin
-from nemo_aligner.data.report import far_labels, label_range
+from nemo_aligner.data.report import far_labels
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.utils.errors import DataError
 from tests.data.conftest import Run

@@ -66,6 +66,8 @@ def assert_same(one: TrainingData, other: TrainingData) -> None:
     assert list(one.train.origins) == list(other.train.origins)
     assert list(one.train.sources) == list(other.train.sources)
     assert one.train.reply_lengths.tolist() == other.train.reply_lengths.tolist()
+    teachers = [data.train.records.teacher_rewards for data in (one, other)]
+    assert repr(teachers[0]) == repr(teachers[1])
     assert one.table() == other.table()
 
 
@@ -109,6 +111,13 @@ def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
         content = "\n\n".join(json.dumps({"text": text}) for text in texts)
         (folder / "lines.jsonl").write_text("\ufeff" + content)
         return [folder / "lines.jsonl"], {}
+    if name == "soft":
+        rows = rows_of(pairs(folder / "p.jsonl", 20))
+        for number, row in enumerate(rows[:15]):
+            row["teacher_rewards"] = [number, 0.5]
+        rows[3] |= {"teacher": [{"name": "t"}]}
+        rows += [*rows[:2], {**rows[0], "teacher_rewards": [1, 2]}]
+        return [write(folder / "soft.jsonl", *rows), pairs(folder / "hard.jsonl", 5, 1)], {}
     if name == "list":
         replies = [(rank, f"{word} sings") for rank, word in enumerate(["cat", "dog", "a", "no"])]
         rows = [tiny.ranked(f"what is {n}", *replies[: 2 + n % 3]) for n in range(30)]
@@ -119,7 +128,7 @@ def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
     return [path], {"attributes": ["help", "depth"]}
 
 
-@pytest.mark.parametrize("name", ["pairs", "files", "lines", "list", "ratings"])
+@pytest.mark.parametrize("name", ["pairs", "files", "lines", "soft", "list", "ratings"])
 def test_index_gives_the_data_of_memory_bit_for_bit(
     tmp_path: Path,
     contracts: Contracts,

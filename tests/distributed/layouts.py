@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,11 @@ CASES = {
         ("trajectories",),
         evaluated="trajectories",
     ),
+    "soft_labels": Case(
+        ("model.objective_kwargs={soft_label_weight: 0.8, soft_label_temperature: 2.0}",),
+        ("soft",),
+        stops=True,
+    ),
     "heads": Case(("model.objective=head_ensemble", *MLP_HEAD, "model.optim.head_lr_mult=3")),
     "bins": Case(
         (*REGRESSION, "model.objective=ordinal_bins", *MLP_HEAD), ("ratings",), evaluated="ratings"
@@ -184,6 +189,7 @@ def write_inputs(folder: Path) -> None:
     tiny.write_pairs(folder / "pairs.jsonl", 37)
     tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
     write(folder / "rankings.jsonl", *rankings(26))
+    write(folder / "soft.jsonl", *with_teacher(rankings(26)))
     write(folder / "trajectories.jsonl", *trajectories(37))
     for known in OF_PAIRS:
         write(folder / f"{known.name}.jsonl", *known.sample)
@@ -199,6 +205,14 @@ def rankings(count: int) -> Iterator[dict[str, Any]]:
         rng.shuffle(ranks)
         ranked = [[rank, "thank you " * (3 - rank) + tiny.sentence(rng, 2, 5)] for rank in ranks]
         yield {"question": f"{tiny.sentence(rng, 2, 4)} {number}", "ranked": ranked}
+
+
+def with_teacher(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Add a teacher's rewards to two of three rows."""
+    rng = random.Random(1)
+    for number, row in enumerate(rows):
+        rewards = [round(rng.gauss(-rank, 1), 3) for rank, _ in row["ranked"]]
+        yield {**row, **({} if number % 3 == 2 else {"teacher_rewards": rewards})}
 
 
 def trajectories(count: int) -> Iterator[dict[str, str]]:

@@ -23,7 +23,7 @@ from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.data import report
+from nemo_aligner.data import label_summary, report
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from tests.config.nemo_aligner_files import write_file
@@ -168,6 +168,7 @@ def test_the_records_on_the_page_of_data_are_read(tmp_path: Path) -> None:
 
 def test_the_page_of_data_explains_every_row_of_its_table() -> None:
     text, source = (ROOT / "docs" / "data.md").read_text(), inspect.getsource(report)
+    source += inspect.getsource(label_summary)
     rows = [
         row.replace("{self.unit}", "tokens") for row in re.findall(r'yield f?"([^"]+)"', source)
     ]

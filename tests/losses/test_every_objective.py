@@ -29,6 +29,9 @@ RANKED = ranked(
     label_margins=[1.0, 0.5, 2.0, MISSING, 3.0, 1.5],
 )
 PAIRS = ranked([0, 1], [0, 1], label_margins=[1.0, MISSING])
+TEACHER = torch.randn(18, generator=torch.Generator().manual_seed(2))
+TEACHER[2:5] = TEACHER[11:13] = MISSING  # two records of six have hard labels only
+SOFT = replace(RANKED, teacher_rewards=TEACHER)
 RATED = rated(torch.tensor([[1.0, MISSING], [0.0, 0.5], [MISSING, MISSING], [3.0, -1.0]]))
 FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
 
@@ -40,7 +43,9 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         BradleyTerry(label_smoothing=0.1, focal_gamma=2.0, ties="half"),
         BradleyTerry(label_margin="subtract", center_rewards_coefficient=0.1, ties="half"),
         BradleyTerry(label_margin="scale", label_smoothing=0.2, focal_gamma=0.5),
+        BradleyTerry(soft_label_weight=0.6, soft_label_temperature=2, ties="half"),
         PlackettLuce(),
+        PlackettLuce(soft_label_weight=0.6, soft_label_temperature=0.5),
         RaoKupper(),
         RaoKupper(tie_parameter=1.1),
         RaoKupper(learned=True),
@@ -61,7 +66,7 @@ def test_gradient_and_sums_do_not_depend_on_the_batch_and_wait_for_no_device(
     objective: Objective,
 ) -> None:
     """The first to fail where a gradient is not that of the loss."""
-    for records in (RANKED, PAIRS) if objective.main_metric == "accuracy" else (RATED,):
+    for records in (RANKED, PAIRS, SOFT) if objective.main_metric == "accuracy" else (RATED,):
         shape = (records.num_rewards, objective.output_columns.count)
         rewards = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         check_gradient(objective, rewards, records)
@@ -117,7 +122,8 @@ def check_on_a_device_without_data(
 ) -> None:
     """There a loss that asks for a number fails."""
     labels = replace(records.labels, values=records.labels.values.to("meta"))
-    there = replace(records, labels=labels)
+    teacher = None if records.teacher_rewards is None else records.teacher_rewards.to("meta")
+    there = replace(records, labels=labels, teacher_rewards=teacher)
     rewards = torch.empty_like(rewards, device="meta", requires_grad=True)
     total, count = objective.loss(rewards, there)
     total.backward()

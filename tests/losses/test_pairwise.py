@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.multi_head import HeadEnsemble
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, loss_of, ranked
 
@@ -105,6 +107,63 @@ def test_bradley_terry_settings_are_their_formulas() -> None:
         assert BradleyTerry(label_margin=value).columns == ("label_margin",)
 
 
+def soft(margin: float, p: float) -> float:
+    """Cross-entropy of the probability p that the better reply is better."""
+    return p * lost(margin) + (1 - p) * lost(-margin)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.5), (0.0, 4.0)])
+def test_soft_labels_are_learned_by_cross_entropy(weight: float, temperature: float) -> None:
+    """Formula and gradient; the pair without a teacher's rewards has the loss of a hard label."""
+    settings: dict[str, Any] = {
+        "soft_label_weight": weight,
+        "soft_label_temperature": temperature,
+    }
+    teacher = torch.tensor([1.0, 0.25, MISSING, MISSING, 0.5, 2.0])
+    records = replace(ranked([0, 1], [0, 1], [1, 1]), teacher_rewards=teacher)
+    rewards = [*PAIRS, 0.75, -0.5]
+
+    def mixed(hard: float, margin: float) -> float:
+        return (1 - weight) * hard + weight * sigmoid(margin / temperature)
+
+    pairs = soft(1.25, mixed(1, 0.75)) + lost(-3)
+    smooth = soft(1.25, mixed(0.8, 0.75)) + soft(-3, 0.8) + soft(1.25, mixed(0.5, -1.5))
+    # The derivative of the loss by the margin d is ``sigmoid(d) - p``.
+    slope = sigmoid(1.25) - mixed(1, 0.75)
+    cases = [({}, pairs, 2), ({"ties": "half", "label_smoothing": 0.2}, smooth, 3)]
+    for more, expected, count in cases:
+        objective = BradleyTerry(**settings, **more)
+        assert loss_of(objective, rewards, records) == (pytest.approx(expected, rel=1e-12), count)
+    leaf = torch.tensor(rewards, dtype=torch.float64)[:, None].requires_grad_()
+    (total, _) = BradleyTerry(**settings).loss(leaf, records)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    assert gradient[:2, 0].tolist() == pytest.approx([slope, -slope], rel=1e-12)
+    ensemble = HeadEnsemble(heads=2, bootstrap=False, center_rewards_coefficient=0, **settings)
+    heads = leaf.detach().expand(-1, 2)
+    assert float(ensemble.loss(heads, records)[0]) == pytest.approx(pairs, rel=1e-12)
+
+
+def test_plackett_luce_learns_the_softmax_of_a_teacher() -> None:
+    teacher = torch.tensor([1.0, 3.0, -0.5, MISSING, MISSING, 1.0, 2.0])
+    records = replace(ranked([1, 0, 2], [0, 1], [3, 3]), teacher_rewards=teacher)
+    rewards, order = [0.5, 2.0, -1.0, 0.25, 3.0, 0.0, 1.0], (2.0, 0.5, -1.0)
+    hard = chosen(*order) + chosen(*order[1:])
+    weights = [math.exp(t / 2) for t in (3.0, 1.0, -0.5)]
+    others = [[*order[:n], *order[n + 1 :]] for n in range(3)]
+    listwise = sum(
+        weight / sum(weights) * chosen(best, *rest)
+        for weight, best, rest in zip(weights, order, others, strict=True)
+    )
+    for weight in (1.0, 0.25, 0.0):
+        objective = PlackettLuce(soft_label_weight=weight, soft_label_temperature=2)
+        expected = (1 - weight) * hard + weight * listwise + chosen(0.25, 3.0)
+        assert loss_of(objective, rewards, records) == (pytest.approx(expected, rel=1e-12), 2)
+
+
 def test_plackett_luce_is_minus_log_of_one_choice_after_the_other() -> None:
     """Tied completions are not compared, and a record without any order counts for nothing."""
     four = chosen(2.0, 0.5, -1.0, 1.0) + chosen(0.5, -1.0, 1.0) + chosen(1.0, -1.0)
@@ -181,6 +240,8 @@ def test_settings_of_rankings_that_cannot_be_are_refused() -> None:
         ({"focal_gamma": math.inf}, f"focal_gamma: got inf, {number}"),
         ({"label_margin": "add"}, "label_margin: got 'add', wanted one of none, subtract, scale"),
         ({"ties": "keep"}, "ties: got 'keep', wanted one of drop, half"),
+        ({"soft_label_weight": 1.1}, "soft_label_weight: got 1.1, wanted a number from 0 to 1"),
+        ({"soft_label_temperature": 0}, f"soft_label_temperature: got 0, {tie} 0"),
     )
     assert not accepted(
         RaoKupper,

@@ -118,7 +118,7 @@ def _export_adapter(
     write_json(staging / _CONFIG_NAME, _build_config(archive, lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
-    card_arguments = (output.name, exported, pad_token, folder.source, options.base_license)
+    card_arguments = (output.name, exported, pad_token, folder, options.base_license)
     model_type = archive.family.to_hf(archive.config)["model_type"]
     is_known = has_class(REWARD_SUFFIX, model_type)
     card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)

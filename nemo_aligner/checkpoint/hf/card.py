@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nemo_aligner.checkpoint.hf.heads import LINEAR
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
+from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.contract.contract import ScoringContract
 
 
@@ -17,7 +19,7 @@ def model_card(
     name: str,
     contract: ScoringContract,
     pad_token: str,
-    archive: Path,
+    folder: NemoFolder,
     base_license: str,
     trained_in: str,
     base: str | None = None,
@@ -31,8 +33,8 @@ def model_card(
         name: name of the folder.
         contract: scoring contract of the exported model.
         pad_token: text of the pad token.
-        archive: the exported archive. Checkpoints of its run in the same folder tell how the model
-            was trained.
+        folder: the exported archive, which lists its training files. Checkpoints of its run in the
+            same folder tell how the model was trained.
         base_license: licence of the base model.
         trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
@@ -48,12 +50,13 @@ def model_card(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    readout, states = contract.output_readout, _read_states(archive)
+    readout, states = contract.output_readout, _read_states(folder.source)
+    files = training_data_of(folder.config) or []
     return environment.get_template("model_card.md.jinja").render(
         name=name,
         contract=contract,
         pad_token=pad_token,
-        source=archive.name,
+        source=folder.source.name,
         license=base_license,
         trained_in=trained_in,
         base=base,
@@ -65,8 +68,8 @@ def model_card(
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
         # A converted archive has neither checkpoints next to it nor statistics of a validation.
-        is_trained_here=bool(states) or contract.reward_mean is not None,
-        training="\n".join(_describe_training(states)),
+        is_trained_here=bool(states or files) or contract.reward_mean is not None,
+        training="\n".join([*_describe_teachers(files), *_describe_training(states, files)]),
         dict=dict,
         zip=zip,
     )
@@ -80,11 +83,33 @@ def _read_states(archive: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_training(states: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _describe_teachers(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown line for each model that gave the soft labels of the training files."""
+    teachers = {
+        (str(teacher["name"]), teacher.get("model_fingerprint"), teacher.get("contract_hash"))
+        for file in files
+        for group in file.get("teachers", ())
+        for teacher in group
+    }
+    for name, fingerprint, contract in sorted(teachers, key=str):
+        yield (
+            f"- soft labels of `{Path(name).name}` (model fingerprint `{fingerprint}`, scoring "
+            f"contract `{contract}`)"
+        )
+
+
+def _describe_training(
+    states: Sequence[dict[str, Any]], files: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield Markdown lines on how the archive was trained: data, base model and metrics.
 
-    ``states`` are those of the run's checkpoints, the earliest first.
+    ``states`` are those of the run's checkpoints, the earliest first. Without them, only ``files``,
+    the training files that the archive lists, are known.
     """
+    if not states and files:
+        listed = ", ".join(f"`{file['name']}`" for file in files)
+        yield f"- train data: {listed}"
+        return
     if not states:
         yield "The archive is not in its run's folder, so its training data are unknown."
         return
@@ -94,8 +119,8 @@ def _describe_training(states: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"- a critic of PPO: values trained from `{base}`, on {samples} sequences of rollouts"
         return
     for part in ("train", "validation"):
-        files = settings["model"]["data"]["data_prefix"][part]
-        names = ", ".join(f"`{Path(file).name}`" for file in files)
+        paths = settings["model"]["data"]["data_prefix"][part]
+        names = ", ".join(f"`{Path(path).name}`" for path in paths)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
     # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/". Drop the

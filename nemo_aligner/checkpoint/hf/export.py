@@ -190,7 +190,7 @@ def _export(
         output.name,
         exported,
         pad_token,
-        folder.source,
+        folder,
         options.base_license,
         contract.dtype,
         form=head.form,

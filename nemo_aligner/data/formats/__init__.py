@@ -6,6 +6,7 @@
 - ``verdicts.py``: published data sets of two or more replies and a verdict.
 - ``ratings.py``: a reply with labels, or with labels for each of its turns or steps.
 - ``prompts.py``: columns with a part of the prompt, for all formats.
+- ``teacher.py``: a teacher's opinion on the replies of a comparison, for all formats.
 
 To add a format, define it in one of these modules and list it in ``FORMATS``. ``choose_format``
 takes the first format that recognizes a record of the file, or the format that
@@ -23,7 +24,9 @@ Rules that all formats share:
   of objects), and its ``system`` prompt and ``history`` (``prompts.py``).
 - Conversations also get the record's ``principle``, a string, by which their replies are rewarded.
 - The source of a record is the first of ``source``, ``subset`` and ``kind`` that is a string or a
-  number. Metrics are also computed by source. No other keys are read.
+  number. Metrics are also computed by source.
+- A comparison may have the opinion of a teacher, ``teacher_rewards`` or ``chosen_probability``
+  (``teacher.py``). No other keys are read.
 - A label column of pairs is the field with the name of the column. If a format tells by how much a
   reply is better, this number is the ``label_margin`` of a record without a field of this name.
 """
@@ -72,6 +75,7 @@ from nemo_aligner.data.formats.rankings import (
     NEMO_RL_PREFERENCE,
     PANDALM,
     QA_FEEDBACK,
+    RESPONSES,
     ULTRAFEEDBACK,
 )
 from nemo_aligner.data.formats.ratings import (
@@ -84,6 +88,7 @@ from nemo_aligner.data.formats.ratings import (
     STEPWISE,
     UNPAIRED,
 )
+from nemo_aligner.data.formats.teacher import with_teacher
 from nemo_aligner.data.formats.trl import TRL
 from nemo_aligner.data.formats.verdicts import (
     CHATBOT_ARENA,
@@ -142,6 +147,7 @@ FORMATS: dict[str, Format] = {
         PRM800K,
         LABELLED_TURNS,
         HELPSTEER3_PRINCIPLE,
+        RESPONSES,
     )
 }
 
@@ -403,7 +409,8 @@ def _parse_records(
         records = []
         for part in parts:
             value.names_read = by_format.copy()
-            records.append(with_record_columns(part, value, columns.names))
+            record = with_record_columns(part, value, columns.names)
+            records.append(with_teacher(record, value, has_parts=len(parts) > 1))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
     return [replace(record, source=record.source or _find_source(value)) for record in records]

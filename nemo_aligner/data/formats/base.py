@@ -435,4 +435,5 @@ def rank_samples(
     order = sorted(range(len(texts)), key=standing.__getitem__)
     levels = sorted(set(standing))
     ranks = tuple(levels.index(standing[number]) for number in order)
-    return Comparison(tuple(texts[number] for number in order), ranks, origin, labels=labels)
+    samples = tuple(texts[number] for number in order)
+    return Comparison(samples, ranks, origin, labels=labels, positions=tuple(order))

@@ -22,6 +22,7 @@ from nemo_aligner.data.formats.base import (
     read_string,
 )
 from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like
+from nemo_aligner.data.formats.teacher import TEACHER_FIELDS
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
@@ -344,7 +345,7 @@ def _parse_comparison_text(
 _FOREIGN_KEYS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
 # ``auto`` chooses this format only if a line has no other keys than these. Other keys may be those
 # of a corpus or of another kind of data, where two adjacent lines are not a pair.
-_TEXT_KEYS = {"text", "source", "subset", "kind", LABEL_MARGIN}
+_TEXT_KEYS = {"text", "source", "subset", "kind", LABEL_MARGIN, *TEACHER_FIELDS}
 
 
 def _is_text(value: dict[str, Any]) -> bool:

@@ -221,6 +221,44 @@ ULTRAFEEDBACK = Format(
 )
 
 
+# A prompt and its responses, such as samples of a policy that a teacher has rewarded: without
+# ``ranks`` all responses are tied.
+
+
+def _parse_responses(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Comparison:
+    value = values[0]
+    responses, ranks = value["responses"], value.get("ranks")
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise DataError(f"responses: got {responses!r:.60}, wanted a list of two or more responses")
+    if ranks is None:
+        ranks = [0] * len(responses)
+    if not isinstance(ranks, list) or len(ranks) != len(responses):
+        raise DataError(
+            f"ranks: got {ranks!r:.60}, wanted a list of {len(responses)} whole numbers, one for "
+            "each response"
+        )
+    texts = [
+        read_conversation(value["prompt"], response, f"responses[{number}]")
+        for number, response in enumerate(responses)
+    ]
+    for number, rank in enumerate(ranks):
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise DataError(f"ranks[{number}]: got {rank!r:.60}, wanted a whole number")
+    return rank_samples(texts, ranks, origin, read_pair_labels(value, columns))
+
+
+RESPONSES = Format(
+    name="responses",
+    kind=RecordKind.comparison,
+    matches=has("prompt", "responses"),
+    wanted="'prompt' and 'responses', two or more; 'ranks', a list of whole numbers, if known",
+    parse=_parse_responses,
+    sample=({"prompt": "2+2?", "responses": ["5", "4", "3"], "ranks": [1, 0, 1]},),
+)
+
+
 # QA-Feedback: four answers to a question, and a preference for each pair of the answers.
 #
 # Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, for answers 1 and 2, 1 and 3, 1

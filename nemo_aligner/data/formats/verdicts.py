@@ -44,7 +44,8 @@ def _build_pair(
 ) -> Comparison:
     """Build a pair from two samples; ``better`` is the index of the better one, 0 or 1."""
     labels = read_pair_labels(value, columns)
-    return Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
+    pair = Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
+    return replace(pair, positions=(better, 1 - better))
 
 
 # PKU-SafeRLHF: two responses, which are compared for helpfulness and for safety.

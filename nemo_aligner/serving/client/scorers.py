@@ -45,6 +45,11 @@ class ServedScorer:
         """Names of the columns of the rewards."""
         return tuple(self.contract.attributes)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Fingerprint of the server's model in its latest answer; None if it sends none."""
+        return self._client.fingerprint
+
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Score N samples: rewards ``[N, A]``, NaN where rejected; the client logs the reasons."""
         scored = self._client.score_rows(samples, on_error=on_error)

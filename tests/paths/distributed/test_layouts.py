@@ -83,8 +83,15 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """One launch trains all cases that a layout has code for; in fp16, pp2's stage 0 is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups", "hybrid"),
-        "tp2_sp": ("onednn", "offload", "trajectories", "least_step", "hybrid_lora"),
-        "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "against_length"),
+        "tp2_sp": (
+            "onednn",
+            "offload",
+            "trajectories",
+            "least_step",
+            "hybrid_lora",
+            "soft_labels",
+        ),
+        "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "against_length", "soft_labels"),
         "dp2": (
             "hybrid",
             "onednn",
@@ -93,6 +100,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "quantiles",
             "against_length",
             "heads",
+            "soft_labels",
             "trajectories",
             "least_step",
         ),

@@ -1,0 +1,46 @@
+"""The files that a reward model was trained on, as the settings of its archive list them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The key with the files that a reward model was trained on. Programs of others ignore it.
+_TRAINING_DATA = "training_data"
+
+
+def training_data_of(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the files that a reward model was trained on; None if the archive does not say.
+
+    Each has its ``name``, the ``sha256`` of its content, its number of ``records``, and, if they
+    have soft labels, the ``teachers`` that gave them.
+    """
+    files = config.get(_TRAINING_DATA)
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        return None
+    return list(files)
+
+
+def with_training_data(
+    config: Mapping[str, Any], files: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Add the files of a run to the files that the model it started from was trained on."""
+    earlier = training_data_of(config) or []
+    new = [dict(file) for file in files if dict(file) not in earlier]
+    return {**config, _TRAINING_DATA: [*earlier, *new]}
+
+
+def merge_training_data(
+    config: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """List the files of several models in the ``config`` of the model that is merged from them.
+
+    If one of them does not say what it was trained on, neither does the result.
+    """
+    merged = {key: value for key, value in config.items() if key != _TRAINING_DATA}
+    lists = [training_data_of(item) for item in (config, *configs)]
+    if None in lists:
+        return merged
+    for files in lists:
+        merged = with_training_data(merged, files or ())
+    return merged

@@ -1,0 +1,467 @@
+"""Label comparisons with the rewards of teachers: the data that a smaller model is distilled from.
+
+``nemo-aligner data label`` calls ``label_file``. Every teacher scores all replies, part by part.
+The rewards of a finished part are appended to a progress file next to the output, so that the same
+command continues a run that was stopped. Rewards do not depend on the batch, so it writes the same
+file then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
+from nemo_aligner.checkpoint.nemo.training_data import training_data_of
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.data.files import Line, read_lines
+from nemo_aligner.data.formats import format_named
+from nemo_aligner.data.formats.base import PairKeys
+from nemo_aligner.data.formats.teacher import (
+    CHOSEN_PROBABILITY,
+    TEACHER,
+    TEACHER_REWARDS,
+    TEACHER_SPREAD,
+)
+from nemo_aligner.data.hub import local_file
+from nemo_aligner.data.label_summary import SoftLabelSummary
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
+from nemo_aligner.data.records import Comparison, write_lines
+from nemo_aligner.data.token_cache import content_digest
+from nemo_aligner.distributed.collectives import on_main, once_per_node
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.evaluation.sources import (
+    RewardSource,
+    load_source,
+    open_server,
+    sizes_of_model,
+)
+from nemo_aligner.utils.console import fit_row, say
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.processes import find_process
+
+# Number of records that are scored at once, and whose rewards a stopped run keeps.
+_PART = 512
+_URLS = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Options of ``label_file``.
+
+    Attributes:
+        source: file of comparisons, or name of a data set on the hub.
+        output: file to write.
+        teachers: reward models, each a ``.nemo`` file, a Hugging Face folder or name, or the URL of
+            a server.
+        config: precision, layout and access to servers; its model and data are not read.
+        reading: rules by which the file is read.
+        keep_confident: write only pairs for which the teachers give one of the replies at least
+            this probability; None writes all.
+        pseudo_labels: rank the replies of each record by the teachers' rewards.
+    """
+
+    source: str
+    output: Path
+    teachers: tuple[str, ...]
+    config: EvaluateConfig = field(default_factory=EvaluateConfig)
+    reading: ReaderConfig = field(default_factory=ReaderConfig)
+    keep_confident: float | None = None
+    pseudo_labels: bool = False
+
+
+def label_file(options: Labelling) -> None:
+    """Write the records of a file with the teachers' rewards, and print a report; on all ranks.
+
+    Raises:
+        AlignerError: a teacher, the file or an option cannot be used.
+    """
+    for teacher in filter(is_url, options.teachers):
+        if find_process(os.environ).world_size > 1:
+            raise ConfigError(
+                f"--model: {teacher} is a server, which needs one process here. Omit --processes"
+            )
+    path = once_per_node(lambda: local_file(options.source))
+    if Path(path).resolve() == options.output.resolve():
+        raise ConfigError(f"output: {options.output} is the file to label. Name another")
+    reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
+    file = read_records(path, reading)
+    rows = _read_rows(file, reading)
+    if options.keep_confident is not None:
+        _check_pairs(file)
+    if options.pseudo_labels:
+        _check_orderable(file)
+    digest = content_digest(path)
+    with ExitStack() as stack:
+        layout = None
+        if any(not is_url(teacher) for teacher in options.teachers):
+            stack.enter_context(launch())
+            layout = initialize_layout(**sizes_of_model(_with_model(options.config, "any")))
+        progress = _Progress.open(options, file, digest)
+        scored = [
+            _score_with(teacher, options, file, digest, layout, progress)
+            for teacher in options.teachers
+        ]
+        abouts, rewards = zip(*scored, strict=True)
+        labelled = _Labelled(file, list(abouts), np.stack(rewards))
+        on_main(partial(_write, options, labelled, rows, progress))
+
+
+def is_url(teacher: str) -> bool:
+    """True if a teacher is the address of a server."""
+    return teacher.startswith(_URLS)
+
+
+# Reading: the objects of the records, to which fields are added.
+
+
+def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, Any]]]:
+    """Read the objects of each record: one, or two for the format of two lines.
+
+    Raises:
+        DataError: a line has several records, or a record has another soft label already.
+    """
+    lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
+    size = format_named(file.format, reading.pair_keys).lines_per_record
+    places = {line.number: place for place, line in enumerate(lines)}
+    rows, previous = [], None
+    for record in file.records:
+        if record.origin == previous:
+            raise DataError(
+                f"{record.origin}: the format {file.format} has several comparisons on this line, "
+                "whose rewards cannot be told apart. Write each comparison to its own line"
+            )
+        previous, place = record.origin, places[record.origin.line]
+        rows.append([line.value for line in lines[place : place + size]])
+        if CHOSEN_PROBABILITY in rows[-1][0]:
+            raise DataError(
+                f"{record.origin}: it has a {CHOSEN_PROBABILITY!r}, and a record cannot have two "
+                "soft labels. Remove the field"
+            )
+    return rows
+
+
+def _check_pairs(file: RecordFile) -> None:
+    for record in file.records:
+        if len(record.texts) != 2:
+            raise DataError(
+                f"{record.origin}: it has {len(record.texts)} replies, and --keep-confident "
+                "compares the two of a pair. Omit the option"
+            )
+
+
+# Formats in which the order of the replies can be rewritten: those with two fields for the replies,
+# and those with a list of ranks.
+_TWO_FIELDS = ("chat_pairs", "text_pairs", "hh", "alpaca_pairs", "sharegpt_pairs")
+_RANKED = ("responses", "nemo_rl_preference")
+# Fields that say by how much the chosen reply is better. They do not hold for replies that were
+# exchanged.
+_MARGINS = ("label_margin", "margin")
+
+
+def _check_orderable(file: RecordFile) -> None:
+    if file.format not in (*_TWO_FIELDS, *_RANKED):
+        raise ConfigError(
+            f"--pseudo-labels: not supported for the format {file.format}; it can rewrite the "
+            f"order of {', '.join((*_TWO_FIELDS, *_RANKED))}. Omit the option, and train on the "
+            "soft labels"
+        )
+
+
+# Scoring with one teacher.
+
+
+def _with_model(config: EvaluateConfig, name: str) -> EvaluateConfig:
+    return replace(config, rm_model_file=name, hf_model=None, server=None)
+
+
+def _score_with(
+    teacher: str,
+    options: Labelling,
+    file: RecordFile,
+    digest: str,
+    layout: ParallelLayout | None,
+    progress: _Progress,
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Open a teacher and score all samples with it, except those that ``progress`` has.
+
+    Returns:
+        What is written about the teacher into each record, and its rewards ``[Q]`` float32, NaN for
+        a sample that it rejects.
+    """
+    if is_url(teacher):
+        with open_server(teacher, options.config.source) as source:
+            return _score_records(source, None, file, progress)
+    assert layout is not None  # there is one if a teacher is a checkpoint
+    trained_on = training_data_of(CheckpointDescription.read(teacher).config)
+    knows = None
+    if trained_on is not None:
+        knows = digest in [trained.get("sha256") for trained in trained_on]
+    source = load_source(_with_model(options.config, teacher), layout)
+    return _score_records(source, knows, file, progress)
+
+
+def _score_records(
+    source: RewardSource, trained_on_input: bool | None, file: RecordFile, progress: _Progress
+) -> tuple[dict[str, Any], np.ndarray]:
+    fingerprint = getattr(source.scorer, "fingerprint", None)
+    about = {
+        "name": source.name,
+        "model_fingerprint": fingerprint,
+        "contract_hash": None if source.contract is None else source.contract.hash,
+        "trained_on_input": trained_on_input,
+    }
+    parts = progress.rewards_of(about)
+    done, total = min(len(parts) * _PART, len(file.records)), len(file.records)
+    if done:
+        say(f"{source.name}: {done} of {total} records were scored before")
+    for start in range(done, total, _PART):
+        samples = [text for record in file.records[start : start + _PART] for text in record.texts]
+        scored = source.scorer.score_rows(samples).check_finite()
+        if scored.model_fingerprint not in (None, fingerprint):
+            raise ServingError(
+                f"{source.name}: the model was replaced while it labelled: the fingerprint was "
+                f"{fingerprint}, and is {scored.model_fingerprint}. Run the command again"
+            )
+        rewards = one_reward(source.rewards_of(scored), source.weights).astype(np.float32)
+        on_main(partial(progress.append, about, len(parts), rewards))
+        parts.append(rewards)
+        say(f"{source.name}: {min(start + _PART, total)} of {total} records")
+    return about, np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The file with the rewards of all finished parts, so that a stopped run continues.
+
+    Its first line identifies the data; each other line has the rewards of a part by one teacher.
+
+    Attributes:
+        path: the file.
+        parts: JSON about the teacher, number of the part -> its rewards, as the file had them when
+            it was opened.
+    """
+
+    path: Path
+    parts: dict[tuple[str, int], np.ndarray]
+
+    @classmethod
+    def open(cls, options: Labelling, file: RecordFile, digest: str) -> _Progress:
+        """Read the file, or begin a new one if it belongs to other data; every rank calls this."""
+        path = options.output.with_name(f".{options.output.name}.progress")
+        identity = {
+            "data": digest,
+            "records": [record.origin.line for record in file.records],
+            "reading": repr(options.reading),
+        }
+        header = json.dumps({"part": _PART, **identity})
+        return cls(path, on_main(lambda: _read_progress(path, header)))
+
+    def rewards_of(self, about: dict[str, Any]) -> list[np.ndarray]:
+        """Return the rewards of a teacher's first parts, up to the first one that is missing."""
+        parts: list[np.ndarray] = []
+        key = json.dumps(about)
+        while (key, len(parts)) in self.parts:
+            parts.append(self.parts[key, len(parts)])
+        return parts
+
+    def append(self, about: dict[str, Any], part: int, rewards: np.ndarray) -> None:
+        """Add a finished part to the file, on the first rank."""
+        row = {"teacher": json.dumps(about), "part": part, "rewards": _shortest(rewards)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _read_progress(path: Path, header: str) -> dict[tuple[str, int], np.ndarray]:
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    parts, valid_lines = {}, [header]
+    # The last piece is what follows the last line end: nothing, or a line that was not finished.
+    for line in lines[1:-1] if lines[:1] == [header] else []:
+        row = json.loads(line)
+        rewards = [np.nan if reward is None else reward for reward in row["rewards"]]
+        parts[row["teacher"], row["part"]] = np.array(rewards, dtype=np.float32)
+        valid_lines.append(line)
+    write_lines(path, valid_lines)
+    return parts
+
+
+def _shortest(rewards: np.ndarray) -> list[float | None]:
+    """Convert float32 numbers to the shortest ones that are read as the same; NaN becomes None."""
+    return [None if np.isnan(reward) else float(str(reward)) for reward in rewards]
+
+
+# Writing the labelled records.
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """The records of a file with the rewards of M teachers.
+
+    Attributes:
+        file: the records, with Q samples.
+        abouts: M descriptions of teachers.
+        rewards: ``[M, Q]`` float32; NaN for a sample that the teacher rejects.
+    """
+
+    file: RecordFile
+    abouts: list[dict[str, Any]]
+    rewards: np.ndarray
+
+    def by_record(self) -> Iterator[tuple[Comparison, np.ndarray]]:
+        """Yield each record, and its rewards ``[M, K]`` in float64."""
+        end = 0
+        for record in self.file.records:
+            start, end = end, end + len(record.texts)
+            yield record, self.rewards[:, start:end].astype(np.float64)
+
+
+def _write(
+    options: Labelling,
+    labelled: _Labelled,
+    rows: Sequence[list[dict[str, Any]]],
+    progress: _Progress,
+) -> None:
+    """Write the output, print the report, and remove the progress file; on the first rank.
+
+    Raises:
+        DataError: no record is left to write.
+    """
+    lines: list[str] = []
+    labels: list[tuple[Comparison, np.ndarray]] = []
+    counts = {"not scored": 0, "not confident": 0, "reordered": 0}
+    for (record, rewards), objects in zip(labelled.by_record(), rows, strict=True):
+        if np.isnan(rewards).any():
+            counts["not scored"] += 1
+            continue
+        if options.keep_confident is not None and confidence(rewards) < options.keep_confident:
+            counts["not confident"] += 1
+            continue
+        means = rewards.mean(axis=0)
+        first = _label(objects[0], record, rewards, labelled.abouts)
+        if options.pseudo_labels:
+            keys = options.reading.pair_keys or PairKeys()
+            first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
+            counts["reordered"] += is_reordered
+        labels.append((record, means))
+        lines += [json.dumps(row, ensure_ascii=False) for row in (first, *objects[1:])]
+    if not lines:
+        raise DataError(f"{labelled.file.path}: no record is left to write: {counts}")
+    written = write_lines(options.output, lines)
+    progress.path.unlink(missing_ok=True)
+    say(_render_report(labelled, labels, counts, written))
+
+
+def _label(
+    row: dict[str, Any], record: Comparison, rewards: np.ndarray, abouts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Add the teachers' opinion to the object of a record, whose rewards are ``[M, K]``.
+
+    The rewards are written in the record's order, as the mean over the teachers, in float32.
+    """
+    in_order = rewards[:, np.argsort(record.positions_in_record)]
+    means = in_order.mean(axis=0).astype(np.float32)
+    labelled = {**row, TEACHER_REWARDS: _shortest(means), TEACHER: abouts}
+    labelled.pop(TEACHER_SPREAD, None)
+    if len(rewards) > 1 and len(record.texts) == 2:
+        labelled[TEACHER_SPREAD] = float(_spread(rewards))
+    return labelled
+
+
+def _spread(rewards: np.ndarray) -> float:
+    """Compute the standard deviation of a pair's margin over M teachers, from ``[M, 2]``."""
+    return float(np.std(rewards[:, 0] - rewards[:, 1]))
+
+
+def confidence(rewards: np.ndarray) -> float:
+    """Compute how sure M teachers are of a pair, from its rewards ``[M, 2]``.
+
+    It is the probability, from 0.5 on, that they give the better of the two replies, with their
+    mean margin brought closer to 0 by its standard deviation over the teachers.
+    """
+    margin = abs(float(np.mean(rewards[:, 0] - rewards[:, 1])))
+    return float(1 / (1 + np.exp(-max(0.0, margin - _spread(rewards)))))
+
+
+def order_by_teacher(row: dict[str, Any], fmt: str, keys: PairKeys) -> tuple[dict[str, Any], bool]:
+    """Rank the replies of a record by its ``teacher_rewards``; equal rewards keep their order.
+
+    Returns:
+        The object, and whether its order has changed.
+    """
+    rewards = row[TEACHER_REWARDS]
+    if fmt in _RANKED:
+        levels = sorted(set(rewards), reverse=True)
+        ranks = [levels.index(reward) for reward in rewards]
+        if fmt == "responses":
+            return {**row, "ranks": ranks}, row.get("ranks") != ranks
+        items = [
+            {**item, "rank": rank} for item, rank in zip(row["completions"], ranks, strict=True)
+        ]
+        return {**row, "completions": items}, row["completions"] != items
+    if rewards[0] >= rewards[1]:
+        return row, False
+    exchanged = {
+        key: row.get(_other_side(key, keys), value)
+        for key, value in row.items()
+        if key not in _MARGINS
+    }
+    return {**exchanged, TEACHER_REWARDS: rewards[::-1]}, True
+
+
+def _other_side(key: str, keys: PairKeys) -> str:
+    """Return the field with the same content for the other reply, such as ``score_rejected``."""
+    if key in (keys.chosen, keys.rejected):
+        return keys.rejected if key == keys.chosen else keys.chosen
+    sides = ("chosen", "rejected")
+    for side, other in (sides, sides[::-1]):
+        if side in key:
+            return key.replace(side, other)
+    return key
+
+
+def _render_report(
+    labelled: _Labelled,
+    labels: Sequence[tuple[Comparison, np.ndarray]],
+    counts: dict[str, int],
+    written: str,
+) -> str:
+    """Render what was labelled, how soft the labels are, and how often teachers agree with them."""
+    dropped = {name: count for name, count in labelled.file.counts.items() if name != "kept"}
+    shown = {**dropped, **counts, "written": len(labels)}
+    lines = [f"{labelled.file.path} ({labelled.file.format}) -> {written}"]
+    for about in labelled.abouts:
+        lines.append(
+            fit_row("  teacher", f"{about['name']}, fingerprint {about['model_fingerprint']}", 28)
+        )
+    parts = [f"{count} {name}" for name, count in shown.items() if count]
+    lines.append(fit_row("  records", ", ".join(parts), 28))
+    summary = SoftLabelSummary.of(
+        np.cumsum([0, *(len(record.texts) for record, _ in labels)]),
+        np.array([rank for record, _ in labels for rank in record.ranks]),
+        np.concatenate([means for _, means in labels]).astype(np.float32),
+    )
+    assert summary is not None  # every record that is written has rewards
+    lines += [fit_row(f"  {name}", value, 28) for name, value in summary.render_rows()]
+    for about in labelled.abouts:
+        if about["trained_on_input"]:
+            lines.append(
+                f"warning: {about['name']} was trained on this very file, so it remembers its "
+                "labels. Label records that it has not seen, such as those of another fold."
+            )
+        elif about["trained_on_input"] is None:
+            lines.append(
+                f"note: {about['name']} does not say what it was trained on. If it has seen these "
+                "records, it remembers their labels."
+            )
+    return "\n".join(lines)

@@ -1,0 +1,266 @@
+"""``nemo-aligner data label``: the same labels from every teacher, and after every interruption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nemo_aligner as na
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.training_data import training_data_of
+from nemo_aligner.cli.main import main
+from nemo_aligner.data.formats.base import PairKeys
+from nemo_aligner.data.readers import ReaderConfig, read_records
+from nemo_aligner.data.token_cache import content_digest
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import initialize_layout
+from nemo_aligner.evaluation import label
+from nemo_aligner.evaluation.label import confidence, order_by_teacher
+from nemo_aligner.evaluation.sources import load_source
+from tests.checkpoint.hf.exporting import export
+from tests.data.files import rows_of, write
+from tests.harness import tiny
+from tests.serving.servers import SERVE, running
+
+PAIRS = 24
+STEPS = {"trainer.rm.max_steps": 2, "model.optim.lr": 1e-2, "model.global_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher that was trained on ``seen.jsonl``, its export, and pairs for it to label."""
+    folder = tmp_path_factory.mktemp("label")
+    tiny.write_base_nemo(folder / "base.nemo")
+    pairs = tiny.write_pairs(folder / "pairs.jsonl", PAIRS)
+    write(pairs, *({**row, "id": n, "source": "s"} for n, row in enumerate(rows_of(pairs))))
+    train(folder, "seen", tiny.write_pairs(folder / "seen.jsonl", 16, seed=1))
+    with launch():
+        export(folder / "seen.nemo", folder / "hf", initialize_layout())
+    return folder
+
+
+def train(folder: Path, name: str, data: Path) -> str:
+    """Train a model for two steps; return the path of its archive."""
+    settings = {**STEPS, "model.data.seq_length": 128, "model.micro_batch_tokens": 256}
+    with na.train(folder / "base.nemo", data, output=folder / f"{name}.run", **settings):
+        pass
+    archive = folder / f"{name}.nemo"
+    archive.symlink_to(folder / f"{name}.run/checkpoints/megatron_gpt.nemo")
+    return str(archive)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    pytest.importorskip("fastapi")
+    (folder / "server").mkdir()
+    settings = (f"rm_model_file={folder / 'seen.nemo'}", "server.port=0")
+    with running(folder / "server", SERVE, *settings) as served:
+        yield served.url
+
+
+def labelled(
+    folder: Path, name: str, *teachers: object, data: str = "pairs", options: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Label a file by the command, and return the rows of the output."""
+    models = [f"--model={teacher}" for teacher in teachers]
+    output = folder / f"{name}.jsonl"
+    verb = ["data", "label", str(folder / f"{data}.jsonl"), f"--output={output}"]
+    assert main([*verb, *models, *options]) == 0
+    assert not output.with_name(f".{output.name}.progress").exists()
+    return rows_of(output)
+
+
+def test_archive_folder_and_server_give_the_same_labels(folder: Path, server: str) -> None:
+    """The rewards are those of the model bit for bit, and all fields of the records stay."""
+    teachers = {"archive": folder / "seen.nemo", "hf": folder / "hf", "server": server}
+    rows = {name: labelled(folder, name, teacher) for name, teacher in teachers.items()}
+    records = read_records(folder / "pairs.jsonl", ReaderConfig()).records
+    with launch():
+        config = label._with_model(label.Labelling("", Path(), ()).config, str(teachers["archive"]))
+        source = load_source(config, initialize_layout())
+        wanted = source.score_as_one([text for record in records for text in record.texts])
+    expected = wanted.reshape(-1, 2).astype(np.float32)
+    for name, found in rows.items():
+        rewards = np.array([row.pop("teacher_rewards") for row in found], dtype=np.float32)
+        assert np.array_equal(rewards, expected), name
+        (about,) = found[0].pop("teacher")
+        assert about["contract_hash"] == source.contract.hash, name  # type: ignore[union-attr]
+        assert about["name"] == str(teachers[name])
+        assert about["trained_on_input"] is (False if name == "archive" else None)
+        fingerprint = source.scorer.fingerprint  # type: ignore[attr-defined]
+        assert about["model_fingerprint"] == fingerprint or name == "hf"
+        assert [row.pop("teacher") for row in found[1:]] == [[about]] * (PAIRS - 1)
+        assert found == rows_of(folder / "pairs.jsonl"), name
+    assert np.ptp(expected) > 0.01
+
+
+def test_stopped_labelling_continues_to_the_same_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the second teacher, in the middle of writing a line."""
+    monkeypatch.setattr(label, "_PART", 5)
+    second = tiny.write_reward_nemo(folder / "two.nemo", seq_length=128)
+    teachers = (folder / "seen.nemo", second)
+    whole = labelled(folder, "whole", *teachers)
+    append, parts = label._Progress.append, []
+
+    def stop(progress: Any, about: Any, part: int, rewards: np.ndarray) -> None:
+        append(progress, about, part, rewards)
+        parts.append(part)
+        if len(parts) == 7:
+            with progress.path.open("a") as file:
+                file.write('{"teacher": "half a li')
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(label._Progress, "append", stop)
+        verb = ["data", "label", str(folder / "pairs.jsonl"), f"--output={folder / 'two.jsonl'}"]
+        assert main([*verb, *(f"--model={teacher}" for teacher in teachers)]) == 130
+    assert parts == [0, 1, 2, 3, 4, 0, 1]
+    assert not (folder / "two.jsonl").exists()
+    capsys.readouterr()
+    assert labelled(folder, "two", *teachers) == whole
+    said = capsys.readouterr().out
+    assert "seen.nemo: 24 of 24 records were scored before" in said
+    assert "two.nemo: 10 of 24 records were scored before" in said
+    assert (folder / "two.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+    # The labels are the mean over the teachers, and the spread that of their margins.
+    alone = [labelled(folder, f"alone{n}", teacher) for n, teacher in enumerate(teachers)]
+    rewards = np.array([[row["teacher_rewards"] for row in rows] for rows in alone])
+    means = np.array([row["teacher_rewards"] for row in whole])
+    np.testing.assert_allclose(means, rewards.mean(axis=0), rtol=1e-6)
+    margins = rewards[..., 0] - rewards[..., 1]
+    spreads = [row["teacher_spread"] for row in whole]
+    np.testing.assert_allclose(spreads, margins.std(axis=0), atol=1e-6)
+    assert "teacher_spread" not in alone[0][0]
+    sure = 1 / (1 + np.exp(-np.maximum(0, np.abs(margins.mean(axis=0)) - spreads)))
+    limit = float(np.median(sure))  # between two pairs, as their number is even
+    kept = labelled(folder, "kept", *teachers, options=(f"--keep-confident={limit:.6f}",))
+    assert 0 < len(kept) < PAIRS
+    assert [row["id"] for row in kept] == np.flatnonzero(sure >= limit).tolist()
+
+
+def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:
+    labelled(folder, "one_rank", folder / "seen.nemo")
+    tiny.run_verb(
+        "data label",
+        str(folder / "pairs.jsonl"),
+        f"--model={folder / 'seen.nemo'}",
+        f"--output={folder / 'two_ranks.jsonl'}",
+        "--processes=2",
+    )
+    files = [folder / f"{name}.jsonl" for name in ("one_rank", "two_ranks")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_student_names_its_teacher_which_knows_what_it_learned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = folder / "seen.nemo"
+    rows = labelled(folder, "soft", teacher)
+    student = train(folder, "student", folder / "soft.jsonl")
+    with open_nemo(student) as opened:
+        (file,) = training_data_of(opened.config) or ()
+    assert file["sha256"] == content_digest(str(folder / "soft.jsonl"))
+    assert (file["name"], file["records"], file["teachers"]) == (
+        "soft.jsonl",
+        PAIRS,
+        [rows[0]["teacher"]],
+    )
+    with launch():
+        export(Path(student), folder / "student.hf", initialize_layout())
+    card = (folder / "student.hf/README.md").read_text()
+    about = rows[0]["teacher"][0]
+    for shown in ("soft labels of `seen.nemo`", about["model_fingerprint"], about["contract_hash"]):
+        assert shown in card
+    capsys.readouterr()
+    (again,) = {
+        row["teacher"][0]["trained_on_input"]
+        for row in labelled(folder, "again", student, data="soft")
+    }
+    assert again is True
+    assert f"warning: {student} was trained on this very file" in capsys.readouterr().out
+
+
+def test_responses_are_labelled_and_ranked(folder: Path) -> None:
+    """Also a ranking that is read in another order than it is written."""
+    replies = ["thank you", "a cat", "no dog sings"]
+    write(folder / "samples.jsonl", {"prompt": "who", "responses": replies})
+    teacher = folder / "seen.nemo"
+    (row,) = labelled(folder, "unranked", teacher, data="samples")
+    rewards = row["teacher_rewards"]
+    assert "ranks" not in row
+    (ranked,) = labelled(folder, "ranked", teacher, data="samples", options=("--pseudo-labels",))
+    assert [rewards[n] for n in np.argsort(ranked["ranks"])] == sorted(rewards, reverse=True)
+    completions = [(2, replies[0]), (0, replies[1]), (1, replies[2])]
+    write(folder / "nemo_rl.jsonl", tiny.ranked("who", *completions))
+    (row,) = labelled(folder, "nemo_rl_soft", teacher, data="nemo_rl")
+    assert row["teacher_rewards"] == rewards
+    (record,) = read_records(folder / "nemo_rl_soft.jsonl", ReaderConfig()).records
+    assert record.teacher_rewards == (rewards[1], rewards[2], rewards[0])
+
+
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}
+
+
+def test_pseudo_labels_exchange_the_replies() -> None:
+    row = {**PAIR, "label_margin": 3, "teacher_rewards": [0.5, 1.5]}
+    swapped = {
+        "prompt": "p",
+        "chosen": "b",
+        "rejected": "a",
+        "score_chosen": 2,
+        "score_rejected": 1,
+        "teacher_rewards": [1.5, 0.5],
+    }
+    assert order_by_teacher(row, "chat_pairs", PairKeys()) == (swapped, True)
+    named = {"q": "p", "good": "a", "bad": "b", "teacher_rewards": [0, 1]}
+    keys = PairKeys("q", "good", "bad")
+    assert order_by_teacher(named, "chat_pairs", keys)[0]["good"] == "b"
+    for rewards in ([1.0, 1.0], [2.0, 1.0]):
+        right = {**PAIR, "teacher_rewards": rewards}
+        assert order_by_teacher(right, "chat_pairs", PairKeys()) == (right, False)
+
+
+def test_confidence_is_the_probability_less_the_spread() -> None:
+    assert confidence(np.array([[1.0, 3.0]])) == pytest.approx(1 / (1 + math.exp(-2)))
+    two = np.array([[4.0, 1.0], [2.0, 1.0]])  # margins 3 and 1: mean 2, deviation 1
+    assert confidence(two) == pytest.approx(1 / (1 + math.exp(-1)))
+    assert confidence(np.array([[4.0, 1.0], [0.0, 3.0]])) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({**PAIR, "chosen_probability": 0.5}, (), "bad.jsonl:1: it has a 'chosen_probability'"),
+        (
+            tiny.ranked("who", (0, "a"), (1, "b"), (2, "c")),
+            ("--keep-confident=0.8",),
+            "bad.jsonl:1: it has 3 replies, and --keep-confident compares",
+        ),
+        (
+            {"prompt": "p", "response_1": "a", "response_2": "b", "preference_strength": 1},
+            ("--pseudo-labels",),
+            "--pseudo-labels: not supported for the format helpsteer2_preference",
+        ),
+        (PAIR, ("--output=bad.jsonl",), "bad.jsonl is the file to label"),
+    ],
+)
+def test_what_cannot_be_labelled_is_rejected(
+    row: dict[str, Any],
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("bad.jsonl"), row)
+    output = () if "--output=bad.jsonl" in options else ("--output=out.jsonl",)
+    assert main(["data", "label", "bad.jsonl", "--model=no.nemo", *output, *options]) == 1
+    assert message in capsys.readouterr().err
