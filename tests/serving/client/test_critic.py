@@ -139,6 +139,8 @@ def test_critic_client_does_not_send_what_is_no_rollout_or_list_of_tokens(
     with RewardCriticClient(critic.url) as client:
         with pytest.raises(ServingError, match=r"tokens: got shape \[3\], wanted"):
             client.train(tokens[0], *others)
+        with pytest.raises(ServingError, match=r"tokens: got float64, wanted .* \(integers\)"):
+            client.train(tokens + 0.5, *others)
         ragged: Any = [[0.0, 1.0], [1.0]]
         with pytest.raises(ServingError, match="mask: got rows of different lengths"):
             client.train(tokens, *others[:2], ragged)
