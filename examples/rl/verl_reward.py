@@ -69,6 +69,4 @@ def _name_attributes(contract: ScoringContract) -> list[str]:
     """Name the attributes for verl; the list is empty if there is only one, which is the reward."""
     if len(contract.attributes) == 1:
         return []
-    return [
-        f"attribute_{name}" if name in _VERL_KEYS else name for name in contract.attributes
-    ]
+    return [f"attribute_{name}" if name in _VERL_KEYS else name for name in contract.attributes]

@@ -319,8 +319,8 @@ def test_verl_loads_the_reward_function(
 
 @pytest.mark.parametrize(
     ("attributes", "expected"),
-    [(("reward",), []), (("reward", "score", "depth"), ["attribute_reward", "attribute_score", "depth"])],
-)  # fmt: skip
+    [(("reward",), []), (("reward", "depth"), ["attribute_reward", "depth"])],
+)
 def test_verl_gets_no_key_that_its_validation_adds_itself(
     attributes: tuple[str, ...], expected: list[str]
 ) -> None:

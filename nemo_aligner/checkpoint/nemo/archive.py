@@ -16,7 +16,7 @@ import socket
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
@@ -56,7 +56,8 @@ def open_nemo(
     If torch.distributed is initialised, every rank must call it. One rank of each host unpacks an
     archive into the temporary directory, and removes the folder when all ranks have left the block
     (or when its process ends, if a rank fails). That rank also reads all weights once, so that
-    damage is found before any weight is used.
+    damage is found before any weight is used. In a block of ``keep_archives`` the folder stays for
+    the next call with the same ``path``.
 
     Args:
         path: an archive, or a folder. A Hugging Face folder, a ``.gguf`` file or a name of the hub
@@ -72,6 +73,40 @@ def open_nemo(
             model that cannot be downloaded or converted.
     """
     path = Path(path)
+    opening = _unpack_and_open(path, with_weights, tokenizer, config)
+    if not _kept or not with_weights or tokenizer is not None or config is not None:
+        with opening as folder:
+            yield folder
+        return
+    stack, folders = _kept[-1]
+    if path not in folders:
+        folders[path] = stack.enter_context(opening)
+    yield folders[path]
+
+
+# The blocks of ``keep_archives`` that are running: each has the archives that it keeps, by path.
+_kept: list[tuple[ExitStack, dict[Path, NemoFolder]]] = []
+
+
+@contextmanager
+def keep_archives() -> Iterator[None]:
+    """Keep archives that are opened with their weights unpacked until the block ends; collective.
+
+    It is for loading two models from one archive, which is then unpacked and checked once.
+    """
+    with ExitStack() as stack:
+        _kept.append((stack, {}))
+        try:
+            yield
+        finally:
+            _kept.pop()
+
+
+@contextmanager
+def _unpack_and_open(
+    path: Path, with_weights: bool, tokenizer: str | Path | None, config: str | Path | None
+) -> Iterator[NemoFolder]:
+    """Do what ``open_nemo`` does, and remove the folder at the end of the block; collective."""
     archive = once_per_node(lambda: find_archive(path))
     replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
