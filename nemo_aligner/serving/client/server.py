@@ -297,12 +297,9 @@ class RemoteServer:
 
     def _handle_refused_handshake(self, error: RefusedError) -> None:
         self.is_foreign = error.is_foreign
-        path = urlsplit(self._url).path
-        advice = (
-            f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
-            if path
-            else ""
-        )
+        advice = ""
+        if path := urlsplit(self._url).path:
+            advice = f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
             self._back_off(UnavailableError(reason))
