@@ -351,8 +351,21 @@ def _visible_parameters(item: griffe.Function | griffe.Class) -> Iterator[str]:
         if parameter.annotation is not None:
             text += f": {parameter.annotation}"
         if parameter.default is not None and not text.startswith("*"):
-            text += f" = {parameter.default}" if parameter.annotation else f"={parameter.default}"
+            default = _render_default(item, parameter.default)
+            text += f" = {default}" if parameter.annotation else f"={default}"
         yield text
+
+
+def _render_default(item: Item, default: griffe.Expr | str) -> str:
+    """Return a parameter's default; for the name of a constant of this package, its value."""
+    if not isinstance(default, griffe.ExprName | griffe.ExprAttribute):
+        return str(default)
+    try:
+        constant = item.modules_collection[default.canonical_path]
+    except KeyError:
+        return str(default)
+    is_literal = isinstance(constant, griffe.Attribute) and isinstance(constant.value, str)
+    return constant.value if is_literal else str(default)
 
 
 def _render_docstring(item: Item, has_text: bool = True) -> Iterator[str]:

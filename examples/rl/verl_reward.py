@@ -16,8 +16,11 @@ from nemo_aligner.contract.readout import one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import DataError
 
-_client = RewardClient(os.environ.get("REWARD_URL", "http://127.0.0.1:5555"), retry_s=300)
+_client = RewardClient(
+    os.environ.get("REWARD_URL", "http://127.0.0.1:5555"), wait_s=60, retry_s=300
+)
 _contracts: list[ScoringContract] = []
+_VERL_KEYS = ("reward", "score")  # verl's validation adds these itself, and fails if we do, too
 
 
 async def compute_score(
@@ -28,7 +31,9 @@ async def compute_score(
     refused_reward: float | None = None,
     **others: Any,
 ) -> dict[str, float]:
-    """Return the reward as ``score``, and each attribute, of which verl logs statistics.
+    """Return the reward as ``score``, and each of several attributes, which verl logs.
+
+    An attribute with a name that verl uses itself is returned as ``attribute_NAME``.
 
     Args:
         extra_info: with the messages ``prompt``, and optionally ``tools``.
@@ -42,7 +47,7 @@ async def compute_score(
         raise DataError("extra_info: 'prompt' is missing. Add the prompt's messages to the data")
     if not _contracts:
         _contracts.append(await _client.contract_async())
-    attributes = _contracts[0].attributes
+    attributes = _name_attributes(_contracts[0])
     # verl's data is Arrow, which turns lists into arrays.
     messages = [*map(dict, extra_info["prompt"]), {"role": "assistant", "content": solution_str}]
     sample = with_tools(messages, extra_info.get("tools"))
@@ -52,7 +57,16 @@ async def compute_score(
             raise DataError(f"the reply cannot be scored: {scored.errors[0]}. Set refused_reward")
         return {"score": refused_reward, **dict.fromkeys(attributes, refused_reward)}
     reward = one_reward(scored.rewards, reward_weights(_contracts[0], None))
+    if not attributes:
+        return {"score": float(reward[0])}
     return {
         "score": float(reward[0]),
         **dict(zip(attributes, map(float, scored.rewards[0]), strict=True)),
     }
+
+
+def _name_attributes(contract: ScoringContract) -> list[str]:
+    """Name the attributes for verl; the list is empty if there is only one, which is the reward."""
+    if len(contract.attributes) == 1:
+        return []
+    return [f"attribute_{name}" if name in _VERL_KEYS else name for name in contract.attributes]

@@ -57,8 +57,8 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
     """
     if options.debug:
         logging.basicConfig(format="%(message)s")
-        # The error of a rejected request goes to the client, so its traceback can only be logged.
-        logging.getLogger("nemo_aligner.serving.failures").setLevel(logging.DEBUG)
+        # The error of a request goes to the client, so its traceback can only be logged.
+        logging.getLogger("nemo_aligner.serving").setLevel(logging.DEBUG)
     try:
         with _errors_name_flags(options):
             return run(options)

@@ -214,7 +214,7 @@ class CriticService:
     async def _answer_save(self, inputs: Tensors) -> Tensors:
         async with self._arrivals:
             answer = self._lock.submit(self._begin_saving, exclusive=True)
-        await answer_of(answer)
+        await answer_of(answer, "the critic was not saved")
         return {"status": np.zeros(1, dtype=np.int64)}
 
 

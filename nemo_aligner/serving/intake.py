@@ -318,13 +318,14 @@ def _row_error(number: int, error: Exception) -> RequestError:
     return RequestError(message, FailureKind.bad_request, row=number)
 
 
-async def answer_of(ranks: Future[T]) -> T:
+async def answer_of(ranks: Future[T], problem: str = "the model failed") -> T:
     """Wait for a result that the ranks compute, and convert an error to a ``RequestError``.
 
     If the waiting task is cancelled, the computation is cancelled, too.
 
     Raises:
-        RequestError: the ranks are lost, so another server has to answer; or the model failed.
+        RequestError: the ranks are lost, so another server has to answer; or they failed, which the
+            message calls ``problem``.
     """
     try:
         return await asyncio.wrap_future(ranks)
@@ -332,5 +333,5 @@ async def answer_of(ranks: Future[T]) -> T:
         text = f"the server cannot continue: {one_line(error)}"
         raise RequestError(text, FailureKind.busy) from error
     except Exception as error:
-        text = f"the model failed: {one_line(error)}"
+        text = f"{problem}: {one_line(error)}"
         raise RequestError(text, FailureKind.internal) from error

@@ -6,11 +6,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo.archive import check_exists
+from nemo_aligner.checkpoint.nemo.archive import check_exists, keep_archives
 from nemo_aligner.checkpoint.nemo.fingerprint import (
     check_expected_fingerprint,
     fingerprint_of_ensemble,
@@ -115,11 +115,19 @@ def run_critic_server(config: ServeCriticConfig) -> int:
         layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
         for note in idle_notes(config, layout.num_ranks):
             say(note)
-        run = open_critic(config, layout, lock)
+        with keep_archives() if _shares_archive(config) else nullcontext():
+            run = open_critic(config, layout, lock)
+            backends = _build_backends(config, run, layout)
         try:
-            return serve(_build_backends(config, run, layout), config.server, port)
+            return serve(backends, config.server, port)
         finally:
             run.loggers.close()
+
+
+def _shares_archive(config: ServeCriticConfig) -> bool:
+    """Tell if critic and reward model are loaded from the same archive."""
+    files = (None, config.pretrained_checkpoint.restore_from_path)
+    return config.trainer.ppo.combine_rm_and_critic_server and config.rm_model_file in files
 
 
 def _build_backends(

@@ -187,7 +187,8 @@ class CriticLearner:
         lengths = batch.lengths()
         used = np.flatnonzero(lengths)
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
-        sequences = [batch.tokens[row, : lengths[row]] for row in used]
+        # Copies, because the tokens of a request are in read-only memory, and torch warns of that.
+        sequences = [batch.tokens[row, : lengths[row]].copy() for row in used]
         labels = _labels(batch, used, lengths)
         # A rank without a sequence computes one token with mask 0. It adds nothing to the loss or
         # to the count of tokens, but the rank joins the collectives.
@@ -248,6 +249,7 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
 # The code below opens, saves and resumes a critic's run.
 
 _EXPECTED = "Start from a reward model, or from a critic that the endpoint critic_save has written"
+_BASE = "fingerprint of pretrained_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ def open_critic(
     )
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     checkpoints = RunCheckpoints(folder, save_top_k=0, lock=lock)
-    fresh = _new_state(config, contract, shape)
+    fresh = _new_state(config, contract, shape, _find_base(path, checkpoints))
     learner = CriticLearner(
         model,
         optimizer,
@@ -376,8 +378,25 @@ def _load_base(
     return pretrained
 
 
-def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: ModelShape) -> RunState:
-    """Build the state of a critic's run before its first step."""
+def _find_base(path: str, checkpoints: RunCheckpoints) -> str | None:
+    """Return the model fingerprint of the reward model from which a critic's run starts.
+
+    It is that of ``path``, so that a run does not resume with the values of another reward model.
+    It is that of the newest checkpoint if the two cannot be compared: an earlier version wrote the
+    checkpoint, the model has no fingerprint, or ``path`` is the archive that this run has saved.
+    """
+    latest, current = checkpoints.latest(), read_fingerprint(path)
+    if latest is None:
+        return current
+    saved: str | None = latest.state.fingerprint.get(_BASE)
+    is_own = Path(path).resolve() == (checkpoints.folder / MODEL_NAME).resolve()
+    return saved if is_own or saved is None or current is None else current
+
+
+def _new_state(
+    config: ServeCriticConfig, contract: ScoringContract, shape: ModelShape, base: str | None
+) -> RunState:
+    """Build the state before the first step of a run from the model with fingerprint ``base``."""
     return RunState(
         step=0,
         consumed_samples=0,
@@ -389,6 +408,7 @@ def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: Mode
             "model.freeze_layers": config.model.freeze_layers,
             "trainer.precision": contract.dtype,
             "scoring contract": contract.hash,
+            _BASE: base,
         },
         config=config_to_dict(config),
         contract=contract.to_dict(),

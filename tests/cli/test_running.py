@@ -89,7 +89,7 @@ def test_request_that_a_server_refuses_is_in_its_log_with_debug(
         failure_of(DataError("got a"))
         return 0
 
-    with caplog.at_level(logging.NOTSET, failure_of.__module__):
+    with caplog.at_level(logging.NOTSET, "nemo_aligner.serving"):
         for more, told in ((), False), (("--debug",), True):
             assert run_verb(serve, options_of(*more)) == 0
             assert ("DataError: got a" in caplog.text) is told

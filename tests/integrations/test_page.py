@@ -317,6 +317,22 @@ def test_verl_loads_the_reward_function(
     assert answers[1] == {"score": -5.0, "helpfulness": -5.0, "verbosity": -5.0}
 
 
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [(("reward",), []), (("reward", "depth"), ["attribute_reward", "depth"])],
+)
+def test_verl_gets_no_key_that_its_validation_adds_itself(
+    attributes: tuple[str, ...], expected: list[str]
+) -> None:
+    """It appends every sample's reward to a list of this name, and wants one entry for each."""
+    trainer = (package("verl==0.9.1") / "verl/trainer/ppo/ray_trainer.py").read_text()
+    example = runpy.run_path(str(FOLDER / "verl_reward.py"))
+    added = {*re.findall(r'reward_extra_infos_dict\["(\w+)"\]\.extend', trainer)}
+    assert added == {"reward"}
+    assert added < {*example["_VERL_KEYS"]}
+    assert example["_name_attributes"](SimpleNamespace(attributes=attributes)) == expected
+
+
 # OpenRLHF and slime.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,26 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, bas
         open_again(f"expect_fingerprint={'0' * 32}")
     with pytest.raises(CheckpointError, match="no scoring contract"):
         open_again(archive=base)
+
+
+def test_critic_resumes_only_from_the_reward_model_that_it_began_with(
+    opened: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    run, open_again = opened
+    tiny.write_hf_reward_model(tmp_path / "hf", max_position_embeddings=32, initializer_range=0.2)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "other.nemo")
+    with pytest.raises(CheckpointError, match=r"fingerprint of pretrained_checkpoint: the chec"):
+        open_again(archive=tmp_path / "other.nemo")
+    # The archive that this run has saved belongs to it, whatever it has learned.
+    own = open_again(archive=run.save())
+    assert own.learner.step == run.learner.step
+    own.learner.train(rollouts()[2])
+    own.save()
+    again = open_again()
+    assert again.learner.step == own.learner.step
+    # An earlier version did not write from which model a run began.
+    latest = again.checkpoints.latest()
+    state = json.loads((latest.path / "run_state.json").read_text())
+    state["fingerprint"].pop("fingerprint of pretrained_checkpoint")
+    (latest.path / "run_state.json").write_text(json.dumps(state))
+    assert open_again(archive=tmp_path / "other.nemo").learner.step == own.learner.step

@@ -2,8 +2,9 @@
 
 The modules, in the order in which an archive is read:
 
-- ``archive``: ``open_nemo`` unpacks an archive once per host, checks its checksums, and yields a
-  ``NemoFolder``. The same module writes archives, complete or not at all.
+- ``archive``: ``open_nemo`` unpacks an archive once per host, compares its files with its
+  ``checksums``, and yields a ``NemoFolder``. The same module writes archives, complete or not at
+  all.
 - ``folder``: ``NemoFolder`` finds settings, weights, tokenizer and scoring contract in a checkpoint
   of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM; ``settings`` translates their
   settings.

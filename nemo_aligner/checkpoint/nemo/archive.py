@@ -16,7 +16,7 @@ import socket
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
@@ -25,6 +25,12 @@ import torch.distributed as dist
 import yaml
 
 from nemo_aligner.checkpoint.conversion_cache import find_archive, is_hub_name
+from nemo_aligner.checkpoint.nemo.checksums import (
+    CHECKSUMS_NAME,
+    compare_checksums,
+    has_checksums,
+    verify_folder,
+)
 from nemo_aligner.checkpoint.nemo.folder import (
     CONFIG_NAME,
     CONTRACT_NAME,
@@ -34,7 +40,7 @@ from nemo_aligner.checkpoint.nemo.folder import (
     NemoFolder,
     folder_of,
 )
-from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json
+from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES
 from nemo_aligner.distributed.collectives import barrier, gather_objects, once_per_node
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
@@ -56,7 +62,8 @@ def open_nemo(
     If torch.distributed is initialised, every rank must call it. One rank of each host unpacks an
     archive into the temporary directory, and removes the folder when all ranks have left the block
     (or when its process ends, if a rank fails). That rank also reads all weights once, so that
-    damage is found before any weight is used.
+    damage is found before any weight is used. In a block of ``keep_archives`` the folder stays for
+    the next call with the same ``path``.
 
     Args:
         path: an archive, or a folder. A Hugging Face folder, a ``.gguf`` file or a name of the hub
@@ -72,6 +79,40 @@ def open_nemo(
             model that cannot be downloaded or converted.
     """
     path = Path(path)
+    opening = _unpack_and_open(path, with_weights, tokenizer, config)
+    if not _keeping or not with_weights or tokenizer is not None or config is not None:
+        with opening as folder:
+            yield folder
+        return
+    stack, folders = _keeping[-1]
+    if path not in folders:
+        folders[path] = stack.enter_context(opening)
+    yield folders[path]
+
+
+# The blocks of ``keep_archives`` that are running: each has the archives that it keeps, by path.
+_keeping: list[tuple[ExitStack, dict[Path, NemoFolder]]] = []
+
+
+@contextmanager
+def keep_archives() -> Iterator[None]:
+    """Keep archives that are opened with their weights unpacked until the block ends; collective.
+
+    It is for loading two models from one archive, which is then unpacked and checked once.
+    """
+    with ExitStack() as stack:
+        _keeping.append((stack, {}))
+        try:
+            yield
+        finally:
+            _keeping.pop()
+
+
+@contextmanager
+def _unpack_and_open(
+    path: Path, with_weights: bool, tokenizer: str | Path | None, config: str | Path | None
+) -> Iterator[NemoFolder]:
+    """Do what ``open_nemo`` does, and remove the folder at the end of the block; collective."""
     archive = once_per_node(lambda: find_archive(path))
     replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
@@ -169,7 +210,6 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
 
 # Unpacking, with limits against malicious files.
 
-CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
 _MAX_RATIO = 20  # weights hardly compress: a higher ratio means a decompression bomb
@@ -201,7 +241,7 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
     try:
         with _open_tar(path) as archive:
             sums = _extract(archive, root, path, is_needed)
-        _compare_checksums(sums, root, path, is_needed)
+        compare_checksums(sums, root, path, is_needed)
     except _UNREADABLE as error:
         problem = write_problem(root, error)
         remove_temporary(root)
@@ -228,63 +268,6 @@ def no_such_archive(source: str | Path) -> str:
         f"{source}: there is no checkpoint. Pass a .nemo file, the folder that it unpacks to, a "
         "Hugging Face folder, or a .gguf file"
     )
-
-
-def verify_folder(root: Path, is_needed: Callable[[PurePosixPath], bool]) -> None:
-    """Compare an unpacked archive's files with its checksums, if it has any.
-
-    Files that ``is_needed`` does not accept are skipped.
-    """
-    if not (root / CHECKSUMS_NAME).is_file():
-        return
-    try:
-        names = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]
-    except RecursionError as error:
-        raise CheckpointError(f"{root}: its folders are nested too deeply to be read") from error
-    sums = {
-        name.as_posix(): sha256_of(root / name) for name in names if is_needed(PurePosixPath(name))
-    }
-    _compare_checksums(sums, root, root, is_needed)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's content in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def has_checksums(root: Path) -> bool:
-    """Tell if an unpacked archive has ``checksums.json``, so that opening it compared all files."""
-    return (root / CHECKSUMS_NAME).is_file()
-
-
-def _compare_checksums(
-    sums: dict[str, str], root: Path, source: Path, is_needed: Callable[[PurePosixPath], bool]
-) -> None:
-    """Raise CheckpointError if a file's sha256 differs from ``checksums.json``.
-
-    If there is no ``checksums.json``, nothing is compared.
-
-    Args:
-        sums: sha256 of each unpacked file, by its name in the archive.
-        root: folder with the unpacked files.
-        source: name of the archive in errors.
-        is_needed: tells which files were unpacked; the others are not compared.
-    """
-    if not has_checksums(root):
-        return
-    listed = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
-    expected = {name: listed[name] for name in listed if is_needed(PurePosixPath(name))}
-    actual = {name: digest for name, digest in sums.items() if name != CHECKSUMS_NAME}
-    for name in sorted(expected.keys() | actual.keys()):
-        if actual.get(name) != expected.get(name):
-            raise CheckpointError(
-                f"{source}: {name}: got sha256 {actual.get(name)}, but {CHECKSUMS_NAME} lists "
-                f"{expected.get(name)}: the file is damaged, missing or was changed"
-            )
 
 
 class _BoundedFile:

@@ -22,7 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nemo_aligner.checkpoint.conversion_cache import find_archive
-from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, no_such_archive, read_members
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive, read_members
+from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
 from nemo_aligner.checkpoint.nemo.folder import (
     CONFIG_NAME,
     FINGERPRINT_NAME,

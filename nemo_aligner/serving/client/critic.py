@@ -157,7 +157,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         """
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
-            _check_matrix("tokens", tokens, "[N, S]"),
+            _check_matrix("tokens", tokens, "[N, S] token ids (integers)", kinds="iu"),
             **{name: _check_matrix(name, array, "[N, S - 1]") for name, array in arrays.items()},
         )
         return self._submit(_train_critic, rollout)
@@ -248,7 +248,7 @@ async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
     return await connections.train.send_request(inputs, 1, _read_loss, may_repeat=False)
 
 
-def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
+def _check_matrix(name: str, value: object, expected: str, kinds: str = "biuf") -> np.ndarray:
     """Convert ``value``, one argument of ``train``, to a two-dimensional array of numbers.
 
     The server checks that the shapes of all arguments fit each other.
@@ -257,18 +257,22 @@ def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
         name: the argument, for the message.
         value: an array or nested lists.
         expected: the expected shape, for the message.
+        kinds: the accepted kinds of elements, as letters of ``np.dtype.kind``.
 
     Raises:
-        RefusedError: ``value`` does not have two dimensions, or has elements that are not numbers.
+        RefusedError: ``value`` does not have two dimensions, or has elements of another kind.
     """
     try:
         array = np.asarray(value)
     except ValueError:
         actual = "rows of different lengths"
     else:
-        if array.ndim == 2 and array.dtype.kind in "biuf":
+        if array.ndim == 2 and array.dtype.kind in kinds:
             return array
-        actual = f"shape {list(array.shape)}" if array.ndim != 2 else shown(value)
+        if array.ndim != 2:
+            actual = f"shape {list(array.shape)}"
+        else:
+            actual = str(array.dtype) if array.dtype.kind in "biuf" else shown(value)
     raise RefusedError("client", 400, f"{name}: got {actual}, wanted {expected}")
 
 

@@ -297,17 +297,17 @@ class RemoteServer:
 
     def _handle_refused_handshake(self, error: RefusedError) -> None:
         self.is_foreign = error.is_foreign
-        path = urlsplit(self._url).path
-        advice = (
-            f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
-            if path
-            else ""
-        )
+        advice = ""
+        if path := urlsplit(self._url).path:
+            advice = f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
             self._back_off(UnavailableError(reason))
         elif _is_unauthorized(error):
             self._set_fault(error)
+        elif error.status == 404:  # a server that is ready, such as a critic's, but of other models
+            reason = f"{error.message}. Pass the URL of a server of {self._model_name}{advice}"
+            self._set_fault(RefusedError(self.name, error.status, reason))
         else:  # the model is still loading; try again later
             reason = f"{self._model_name} is not ready: {error.message}{advice}"
             self._back_off(UnavailableError(reason))

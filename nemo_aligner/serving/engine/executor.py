@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.distributed.collectives import wait_for_device
-from nemo_aligner.utils.errors import ServingError, first_line
+from nemo_aligner.utils.errors import AlignerError, ServingError, first_line, one_line
 from nemo_aligner.utils.host_transfer import Arriving
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,15 @@ class ModelRanks:
             result = begun.arriving.wait()
         except Exception as caught:
             error = caught
-            logger.exception("rank %d could not %s", self.rank, begun.call[0])
+            # An error of this package says all that a user can act on.
+            with_trace = not isinstance(caught, AlignerError) or logger.isEnabledFor(logging.DEBUG)
+            logger.error(
+                "rank %d could not %s: %s",
+                self.rank,
+                begun.call[0],
+                one_line(caught),
+                exc_info=with_trace,
+            )
             self._fail_if_device_is_lost()
         # Exchange errors even if the call succeeded on this rank: if it failed on another one, all
         # ranks must reset their caches and drop the next call.

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 
 from nemo_aligner.checkpoint.nemo import archive as archive_module
-from nemo_aligner.checkpoint.nemo.archive import (
+from nemo_aligner.checkpoint.nemo.archive import MAX_BYTES_VARIABLE, unpack
+from nemo_aligner.checkpoint.nemo.checksums import (
     CHECKSUMS_NAME,
-    MAX_BYTES_VARIABLE,
     has_checksums,
     sha256_of,
-    unpack,
     verify_folder,
 )
 from nemo_aligner.utils.errors import CheckpointError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import keep_archives, open_nemo, write_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb
@@ -175,3 +175,20 @@ def test_write_that_fails_leaves_what_was_there(
     assert list(old.parent.iterdir()) == [old]
     check(old)
     assert not list(new.parent.iterdir())
+
+
+def test_archive_is_unpacked_once_where_two_models_are_loaded_from_it(archive: Path) -> None:
+    with keep_archives():
+        with open_nemo(archive) as first:
+            pass
+        with open_nemo(archive) as second, open_nemo(archive, with_weights=False) as third:
+            assert second is first
+            assert third.root != first.root
+        assert not third.root.exists()
+        assert first.root.exists()
+    assert not first.root.exists()
+    with open_nemo(archive) as last:
+        assert last.root != first.root
+    with pytest.raises(KeyError), keep_archives(), open_nemo(archive) as failed:
+        raise KeyError
+    assert not failed.root.exists()

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.merge import merge_checkpoints
-from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, unpack
+from nemo_aligner.checkpoint.nemo.archive import unpack
+from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
 from nemo_aligner.checkpoint.nemo.fingerprint import (
     build_fingerprint,
     check_expected_fingerprint,

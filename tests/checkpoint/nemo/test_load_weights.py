@@ -18,7 +18,8 @@ from megatron.core.activations import fast_gelu
 
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo import reward_model
-from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, open_nemo, unpack
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, unpack
+from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
 from nemo_aligner.checkpoint.nemo.load_weights import lazy_decoder
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,

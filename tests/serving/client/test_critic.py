@@ -117,6 +117,19 @@ def test_critic_client_sends_a_rollout_as_it_is_and_wants_its_answer(
             client.train(*ROLLOUT)
 
 
+def test_critic_client_does_not_wait_for_a_server_of_other_models(
+    critic: MisbehavingCritic,
+) -> None:
+    critic.not_ready = 404, {"error": "unknown model 'critic_save'. Models: reward_model"}
+    with RewardCriticClient(critic.url, wait_s=20) as client:
+        elapsed, error = seconds(client.save)
+    assert elapsed < 5
+    assert error == (
+        f"{critic.url}, critic_save: unknown model 'critic_save'. Models: reward_model. Pass the "
+        "URL of a server of critic_save"
+    )
+
+
 def test_critic_client_says_that_nobody_listens_or_a_url_is_none() -> None:
     with RewardCriticClient(f"http://127.0.0.1:{free_port()}") as client:
         _, error = seconds(client.save)
@@ -139,6 +152,8 @@ def test_critic_client_does_not_send_what_is_no_rollout_or_list_of_tokens(
     with RewardCriticClient(critic.url) as client:
         with pytest.raises(ServingError, match=r"tokens: got shape \[3\], wanted"):
             client.train(tokens[0], *others)
+        with pytest.raises(ServingError, match=r"tokens: got float64, wanted .* \(integers\)"):
+            client.train(tokens + 0.5, *others)
         ragged: Any = [[0.0, 1.0], [1.0]]
         with pytest.raises(ServingError, match="mask: got rows of different lengths"):
             client.train(tokens, *others[:2], ragged)

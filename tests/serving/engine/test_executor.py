@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.serving.engine import executor as ranks_module
 from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostError
-from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.errors import CheckpointError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 from tests.harness import tiny
 from tests.serving.engine.forked_ranks import led
@@ -21,10 +21,12 @@ from tests.serving.engine.forked_ranks import led
 def total(token_lists: list[list[int]]) -> np.ndarray:
     if token_lists == [[666]]:
         raise RuntimeError("no such token")
+    if token_lists == [[777]]:
+        raise CheckpointError("rm.nemo: the disk is full")
     return np.array([[sum(ids)] for ids in token_lists], dtype=np.float32)
 
 
-def test_one_rank_alone_outlives_an_error() -> None:
+def test_one_rank_alone_outlives_an_error(caplog: pytest.LogCaptureFixture) -> None:
     forgotten: list[None] = []
     ranks = ModelRanks({"score": total}, lambda: forgotten.append(None))
     assert (ranks.rank, ranks.world_size) == (0, 1)
@@ -35,7 +37,14 @@ def test_one_rank_alone_outlives_an_error() -> None:
         assert len(forgotten) == 1
         assert ranks.failure is None
         assert ranks.execute("score", [[4]]).tolist() == [[4]]
+        with pytest.raises(ServingError, match=r"^CheckpointError: rm\.nemo: the disk is full$"):
+            ranks.execute("score", [[777]])
     ranks.stop()
+    # Only an error that no user can act on is logged with its traceback.
+    assert [(record.getMessage(), bool(record.exc_info)) for record in caplog.records] == [
+        ("rank 0 could not score: no such token", True),
+        ("rank 0 could not score: rm.nemo: the disk is full", False),
+    ]
 
 
 def test_a_device_that_is_lost_is_a_rank_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
