@@ -57,6 +57,7 @@ from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
+from nemo_aligner.models.quantized_layers import use_quantized_layers
 from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
@@ -149,6 +150,8 @@ class GPTRewardModel(GPTModel):
         self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
+            if shape.lora.base_precision is not None:
+                use_quantized_layers(self, shape.lora.base_precision)
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
         """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.
@@ -430,6 +433,8 @@ def build_reward_model(
     """
     kernels = choose_kernels(pointwise_kernels)
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
+    # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
+    config.frees_weights = shape.lora is not None and shape.lora.base_precision is not None
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)
