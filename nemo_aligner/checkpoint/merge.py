@@ -247,4 +247,6 @@ def _merge_contracts(inputs: Sequence[_Input]) -> ScoringContract:
         for column in range(len(inputs[-1].contract.attributes))
     ]
     contract = inputs[-1].contract.with_label_means(offsets)
-    return dataclasses.replace(contract, reward_mean=None, reward_std=None, measured_on=None)
+    unmeasured = dict.fromkeys(("reward_mean", "reward_std", "measured_on"))
+    # The adapters are folded, so the weights are no longer those of a quantized base.
+    return dataclasses.replace(contract, **unmeasured, base_precision=None)

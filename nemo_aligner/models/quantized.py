@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.config.model import BasePrecision
-from nemo_aligner.models.shapes.quantized import NF4_BLOCK, NF4_GROUP
+from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, NF4_GROUP
 
 # The values of NormalFloat 4 (QLoRA, appendix E): quantiles of N(0, 1), scaled to [-1, 1].
 _NF4 = (
@@ -36,8 +36,6 @@ _NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-# Elements that are converted at a time, so that the fp32 copies of a weight stay small.
-CHUNK_ELEMENTS = 2**22
 _INT8_LIMIT, _FP8_LIMIT = 127.0, 448.0
 
 

@@ -38,6 +38,15 @@ class QuantizedLayer:
     # A dense weight is kept if it cannot be packed without changing a value.
     _stored: QuantizedWeight | Tensor | None = None
 
+    def set_up(self, outline: Tensor, precision: BasePrecision) -> None:
+        """Prepare for a weight of the shape and dtype of ``outline``, to be quantized."""
+        self._size, self._dtype, self._precision = outline.shape, outline.dtype, precision
+
+    def release_weight(self) -> Tensor:
+        """Return the dequantized weight, and free the quantized one."""
+        weight, self._stored = self.weight, None
+        return weight
+
     @property
     def weight(self) -> Tensor:
         """The dequantized weight of this rank ``[out, in]``, computed anew at each access."""
@@ -46,6 +55,11 @@ class QuantizedLayer:
         if self._stored is None:
             raise RuntimeError("a quantized layer has no weight yet; load a checkpoint first")
         return self._stored
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Shape of ``weight``, which does not compute it."""
+        return self._size
 
     @property
     def num_weight_bytes(self) -> int:
@@ -68,7 +82,8 @@ class QuantizedLayer:
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> Any:
         layer: Any = self
         if isinstance(self, ColumnLinear) and rows_now(layer) is None:
-            options["weight"] = self.weight  # megatron-core would read the attribute twice
+            # megatron-core would read the attribute twice, and keep the weight for too long.
+            options["weight"] = self._outline()
         return super().forward(input_, *args, **options)  # type: ignore[misc]
 
     def _forward_impl(
@@ -85,7 +100,7 @@ class QuantizedLayer:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         group = tp_group if allreduce_dgrad else None
-        output = _QuantizedMatmul.apply(input, weight, self, group)
+        output = _QuantizedMatmul.apply(input, read_outline(weight), self, group)
         return output if bias is None else output + bias
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -101,8 +116,8 @@ class QuantizedLayer:
             self.store_weight(weight)
 
     def _outline(self) -> Tensor:
-        """Return a tensor without data, which ``read_outline`` and ``store_outline`` understand."""
-        outline: Any = torch.empty(self._size, dtype=self._dtype, device="meta")
+        """Return a tensor of one element's memory, from which ``read_outline`` gets the weight."""
+        outline: Any = torch.zeros(1, dtype=self._dtype).expand(self._size)
         outline.quantized_layer = self
         return outline
 
@@ -136,14 +151,12 @@ def use_quantized_layers(model: Any, precision: BasePrecision) -> None:
             del layer.weight
             layer.__class__ = _quantized_class(type(layer))
             quantized: Any = layer
-            quantized._precision = precision
-            quantized._size, quantized._dtype = weight.shape, weight.dtype
+            quantized.set_up(weight, precision)
 
 
 def use_dense_layer(layer: Any, convert: Callable[[Tensor], Tensor]) -> None:
     """Turn a quantized layer back into the original one, with ``convert(weight)`` as weight."""
-    weight = convert(layer.weight)
-    layer._stored = None
+    weight = convert(layer.release_weight())
     layer.__class__ = type(layer).__mro__[2]
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
@@ -152,6 +165,11 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
     """Return the quantized layers of ``model`` by their names."""
     modules = model.named_modules()
     return {name: module for name, module in modules if isinstance(module, QuantizedLayer)}
+
+
+def is_outline(tensor: Tensor) -> bool:
+    """Tell if an entry of a state dict stands for a quantized weight, and has no data."""
+    return hasattr(tensor, "quantized_layer")
 
 
 def read_outline(tensor: Tensor) -> Tensor:

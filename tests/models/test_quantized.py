@@ -18,7 +18,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, Recompute
 from nemo_aligner.models.batch_invariance import freeze_for_scoring, make_batch_invariant
 from nemo_aligner.models.lora import train_adapters_alone
-from nemo_aligner.models.quantized import Nf4Weight, QuantizedWeight, pack, quantize
+from nemo_aligner.models.quantized import Nf4Weight, pack, quantize
 from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -87,9 +87,7 @@ def test_a_quantized_weight_is_near_and_is_packed_again_without_change(
             assert not values[0, :64].any()
             difference = (values.float() - weight.float()).norm() / weight.float().norm()
             assert near[precision] / 4 < difference < near[precision]
-            size = quantized_bytes(
-                300, 256, precision, dtype.itemsize, splits_inputs=splits_inputs
-            )
+            size = quantized_bytes(300, 256, precision, dtype.itemsize, splits_inputs=splits_inputs)
             assert stored.num_bytes == size
             again = pack(values, precision, splits_inputs=splits_inputs)
             assert again is not None
@@ -177,7 +175,7 @@ def test_no_dequantized_weight_is_kept_for_the_backward_pass(base: Path, layout:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train()(PACK)
-    sizes = {layer._size for layer in quantized_layers(model).values()}
+    sizes = {layer.weight_shape for layer in quantized_layers(model).values()}
     assert saved
     assert saved.isdisjoint(sizes | {size[::-1] for size in sizes})
 
@@ -204,7 +202,8 @@ def test_an_archive_has_dequantized_values_and_scores_the_same_bits(
         again.rm_head.load_state_dict(model.rm_head.state_dict())
     assert frozen_digest(again) == frozen_digest(model)
     layers = quantized_layers(again)
-    assert all(isinstance(layer._stored, QuantizedWeight) for layer in layers.values())
+    for layer in layers.values():  # packed, not kept dense
+        assert layer.num_weight_bytes < 0.6 * 4 * layer.weight_shape.numel()
     folded = load(path, layout, None)
     assert not quantized_layers(folded)
     folded.rm_head.load_state_dict(model.rm_head.state_dict())

@@ -167,6 +167,13 @@ def _export(
     load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring samples"):
         logits = compute_reference_logits(loaded.model, texts, layout)
+    notes = []
+    if contract.base_precision is not None:
+        difference = _measure_folding(folder, archive, texts, layout, logits)
+        notes.append(
+            f"base precision: {contract.base_precision}. The exported weights are dequantized, and "
+            f"have the adapters folded in; rounding changes a reward by up to {difference:.1e}"
+        )
     # Free the model now, so that it is not in memory together with transformers' copy.
     del loaded
     gc.collect()  # modules form reference cycles, which only gc frees
@@ -208,8 +215,21 @@ def _export(
         largest_difference=_compare_rewards(staging, exported, texts, logits),
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
-        notes=tuple(_describe_head(contract, exported, head.form)),
+        notes=(*notes, *_describe_head(contract, exported, head.form)),
     )
+
+
+def _measure_folding(
+    folder: NemoFolder,
+    archive: RewardArchive,
+    texts: list[CheckedText],
+    layout: Any,
+    logits: Tensor,
+) -> float:
+    """Return how far ``logits`` are from those of the adapters on their base, not folded in."""
+    model = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False).model
+    load_layers_on_demand(model, archive.read_unrounded)
+    return float((compute_reference_logits(model, texts, layout) - logits).abs().max())
 
 
 def _compare_rewards(

@@ -155,7 +155,8 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         # One dense weight at a time: a GPU may lack the memory for all of them.
         key = f"{folder.prefix}{name}.weight"
         entry, layer.is_dequantized = request[key], has_lora
-        entry.data = torch.empty_like(entry.data, device=current_device())
+        size, dtype = entry.data.shape, entry.data.dtype
+        entry.data = torch.empty(size, dtype=dtype, device=current_device())
         layer.store_weight(folder.store.load({key: entry})[key])
         skipped.add(key)
     state = folder.store.load({key: request[key] for key in request if key not in skipped})

@@ -60,13 +60,7 @@ from nemo_aligner.models.shapes.head import (
     read_head_shape,
     with_head_shape,
 )
-from nemo_aligner.models.shapes.lora import (
-    LoraShape,
-    check_lora,
-    read_lora,
-    with_dense_base,
-    with_lora,
-)
+from nemo_aligner.models.shapes.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.writing import explaining_full_disk
 
@@ -206,7 +200,7 @@ def load_pretrained(
             shape = replace(shape, head=head_to_train(shape.head, head, is_new=new_head))
         tokenizer.check_fits(shape.vocab_size)
         check_lora(shape.lora, lora, path)
-        shape = replace(shape, lora=lora or with_dense_base(shape.lora))
+        shape = replace(shape, lora=lora or (shape.lora and shape.lora.with_dense_base()))
         num_outputs = num_attributes * outputs_per_attribute
         model = build_reward_model(
             shape,

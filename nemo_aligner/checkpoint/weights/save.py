@@ -51,7 +51,7 @@ from nemo_aligner.checkpoint.weights.store import (
 )
 from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_sums
 from nemo_aligner.distributed.collectives import gather_objects, on_main
-from nemo_aligner.models.quantized_layers import read_outline
+from nemo_aligner.models.quantized_layers import is_outline, read_outline
 from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, host_zeros, start_host_copies
@@ -222,7 +222,7 @@ def fill_outlines(sharded_state_dict: ShardedStateDict, scratch: Path) -> None:
         for entry in nested_values(sharded_state_dict)
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
-        and entry.data.is_meta
+        and is_outline(entry.data)
     ]
     if not entries:
         return

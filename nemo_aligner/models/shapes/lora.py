@@ -69,6 +69,10 @@ class LoraShape:
             EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
         ]
 
+    def with_dense_base(self) -> LoraShape:
+        """Return the same adapters on a base that is not quantized, as folding them requires."""
+        return replace(self, base_precision=None)
+
     def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the unsharded shapes of A and B by name, given the shapes of a layer's weights."""
         shapes: dict[str, tuple[int, ...]] = {}
@@ -144,8 +148,3 @@ def check_lora(stored: LoraShape | None, requested: LoraShape | None, source: ob
             f"{source}: the model has LoRA adapters of {stored}, but model.lora has {requested}. "
             "Set the same adapters, or model.lora.rank=0 to fold them and train all weights."
         )
-
-
-def with_dense_base(lora: LoraShape | None) -> LoraShape | None:
-    """Return the same adapters on a base that is not quantized, as folding them requires."""
-    return lora and replace(lora, base_precision=None)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # of blocks has an fp32 factor and mean (QLoRA, arXiv:2305.14314, section 3).
 NF4_BLOCK, NF4_GROUP = 64, 256
 _GROUP_BYTES = 2 * 4
+# Elements that are converted at a time, so that the fp32 copies of a weight stay small.
+CHUNK_ELEMENTS = 2**22
 _KEY = "model.lora.base_precision"
 
 
