@@ -27,11 +27,13 @@ class QuantizedLayer:
     """Mixin of linear layers with a quantized weight.
 
     Attributes:
+        why_not_graphed: why no CUDA graph runs these layers.
         is_dequantized: the checkpoint to load has dequantized values, so the weight is packed
             without changing a value; otherwise it is quantized.
     """
 
     is_dequantized = False
+    why_not_graphed = "the model's weights are quantized"
     _precision: BasePrecision
     _size: torch.Size
     _dtype: torch.dtype
@@ -149,8 +151,8 @@ def use_quantized_layers(model: Any, precision: BasePrecision) -> None:
         if isinstance(layer, ColumnLinear | RowLinear):
             weight = layer.weight
             del layer.weight
-            layer.__class__ = _quantized_class(type(layer))
             quantized: Any = layer
+            quantized.__class__ = _quantized_class(quantized.__class__)
             quantized.set_up(weight, precision)
 
 

@@ -169,13 +169,12 @@ def _export(
         logits = compute_reference_logits(loaded.model, texts, layout)
     notes = []
     if contract.base_precision is not None:
-        difference = _measure_folding(folder, archive, texts, layout, logits)
         notes.append(
-            f"base precision: {contract.base_precision}. The exported weights are dequantized, and "
-            f"have the adapters folded in; rounding changes a reward by up to {difference:.1e}"
+            f"base precision: {contract.base_precision}. The weights are dequantized with the "
+            "adapters folded in; rounding changes a reward by up to "
+            f"{_measure_folding(folder, archive, texts, layout, logits):.1e}"
         )
-    # Free the model now, so that it is not in memory together with transformers' copy.
-    del loaded
+    del loaded  # so that it is not in memory together with transformers' copy
     gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
@@ -227,9 +226,9 @@ def _measure_folding(
     logits: Tensor,
 ) -> float:
     """Return how far ``logits`` are from those of the adapters on their base, not folded in."""
-    model = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False).model
-    load_layers_on_demand(model, archive.read_unrounded)
-    return float((compute_reference_logits(model, texts, layout) - logits).abs().max())
+    loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
+    load_layers_on_demand(loaded.model, archive.read_unrounded)
+    return float((compute_reference_logits(loaded.model, texts, layout) - logits).abs().max())
 
 
 def _compare_rewards(
