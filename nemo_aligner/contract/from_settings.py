@@ -49,8 +49,7 @@ def build_contract(
         ConfigError: the template is not found or fails its checks (``check_template``), or the
             settings add a BOS or EOS that the tokenizer does not have.
     """
-    data = config.data
-    ranking = config.reward_model_type is RewardModelType.binary_ranking
+    data, ranking = config.data, config.reward_model_type is RewardModelType.binary_ranking
     attributes = ("reward",) if ranking else tuple(config.regression.attributes)
     weights = {} if ranking else config.regression.attribute_weights
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos

@@ -74,11 +74,11 @@ class QuantizedLayer:
     def store_weight(self, weight: Tensor) -> None:
         """Quantize and keep ``weight [out, in]``; collective over the tensor parallel ranks."""
         layer: Any = self
-        how = {"splits_inputs": isinstance(self, RowLinear), "group": layer.tp_group}
+        options = {"splits_inputs": isinstance(self, RowLinear), "group": layer.tp_group}
         if not self.is_dequantized:
-            self._stored = quantize(weight, self._precision, **how)
+            self._stored = quantize(weight, self._precision, **options)
             return
-        packed = pack(weight, self._precision, **how)
+        packed = pack(weight, self._precision, **options)
         self._stored = weight.detach().clone() if packed is None else packed
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> Any:

@@ -57,7 +57,6 @@ from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
-from nemo_aligner.models.quantized_layers import use_quantized_layers
 from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
@@ -150,8 +149,6 @@ class GPTRewardModel(GPTModel):
         self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
-            if shape.lora.base_precision is not None:
-                use_quantized_layers(self, shape.lora.base_precision)
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
         """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.

@@ -159,8 +159,8 @@ def _describe_dense_base(
     logits: Tensor,
 ) -> str:
     """Tell how far rewards are from the archive's where the base is not quantized."""
-    found = [transformers_logits(model, tokenizer, [text])[0] for text in texts]
-    difference = float((torch.cat(found) - logits).abs().max())
+    dense = [transformers_logits(model, tokenizer, [text])[0] for text in texts]
+    difference = float((torch.cat(dense) - logits).abs().max())
     precision = "" if lora.base_precision is None else lora.base_precision.value
     return (
         f"base precision: {precision}. The adapter was trained on a base in {precision}; on {base} "

@@ -167,13 +167,7 @@ def _export(
     load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring samples"):
         logits = compute_reference_logits(loaded.model, texts, layout)
-    notes = []
-    if contract.base_precision is not None:
-        notes.append(
-            f"base precision: {contract.base_precision}. The weights are dequantized with the "
-            "adapters folded in; rounding changes a reward by up to "
-            f"{_measure_folding(folder, archive, texts, layout, logits):.1e}"
-        )
+    notes = _describe_folding(folder, archive, texts, layout, logits)
     del loaded  # so that it is not in memory together with transformers' copy
     gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
@@ -218,17 +212,23 @@ def _export(
     )
 
 
-def _measure_folding(
+def _describe_folding(
     folder: NemoFolder,
     archive: RewardArchive,
     texts: list[CheckedText],
     layout: Any,
     logits: Tensor,
-) -> float:
-    """Return how far ``logits`` are from those of the adapters on their base, not folded in."""
+) -> list[str]:
+    """Tell how far ``logits`` are from those of adapters that are not folded into their base."""
+    if archive.lora is None or archive.lora.base_precision is None:
+        return []
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
     load_layers_on_demand(loaded.model, archive.read_unrounded)
-    return float((compute_reference_logits(loaded.model, texts, layout) - logits).abs().max())
+    exact = compute_reference_logits(loaded.model, texts, layout)
+    return [
+        f"base precision: {archive.lora.base_precision.value}. The adapters are folded into the "
+        f"dequantized weights; a reward changes by up to {float((exact - logits).abs().max()):.1e}"
+    ]
 
 
 def _compare_rewards(

@@ -101,8 +101,8 @@ def test_adapter_and_export_of_a_quantized_base_tell_what_changes(
     contract = json.loads((tmp_path / "out" / "scoring_contract.json").read_text())
     assert contract["base_precision"] == precision
     whole = str(export(archive, tmp_path / "whole", layout))
-    assert f"base precision: {precision}. The weights are dequantized with" in whole
-    assert float(whole.split("changes a reward by up to ")[1].split("\n")[0]) < 1e-5
+    assert f"base precision: {precision}. The adapters are folded into" in whole
+    assert float(whole.split("a reward changes by up to ")[1].split("\n")[0]) < 1e-5
     assert "base_precision" not in (tmp_path / "whole" / "scoring_contract.json").read_text()
 
 
