@@ -193,6 +193,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "a text with {principle} once, or null",
         (1, "", "x", "{principle} {principle}", "{principle}" + "x" * 10_000, HALF_A_PAIR),
     ),
+    "base_precision": ("nf4, int8, fp8 or null", (1, "", "int4", ["nf4"], True)),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 
