@@ -46,6 +46,7 @@ from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
+from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.planning.cost import Plan, even_packs, step_flops
@@ -218,6 +219,8 @@ def build_synthetic_learner(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02)
+    for layer in quantized_layers(model).values():
+        layer.store_weight(0.02 * torch.randn(layer.weight_shape, dtype=model.config.params_dtype))
     set_routers(model, trained=False, aux_loss_coeff=0.0)
     if shape.lora is not None:
         train_adapters_alone(model)
@@ -352,8 +355,9 @@ def _count_bytes(tensors: Any) -> float:
 def _persistent_bytes(learner: RewardLearner) -> dict[str, float]:
     parameters = list(learner.model.parameters())
     weights = _unique_storages(parameters)
+    quantized = [layer.num_weight_bytes for layer in quantized_layers(learner.model).values()]
     return {
-        "weights": _count_bytes(parameters),
+        "weights": _count_bytes(parameters) + sum(quantized),
         "gradients": _count_bytes(p.main_grad for p in parameters if p.requires_grad),
         "optimizer": _count_bytes(
             t

@@ -116,6 +116,11 @@ def _write(
         config = merge_training_data(with_lora(last.folder.config, None), configs)
         write_lazy_nemo(output, config, tensors, layers, scratch, contract)
         lines = [f"  {model.weight:+.6g} x {model.folder.source}" for model in inputs]
+        if last.contract.base_precision is not None:
+            lines.append(
+                f"base precision: {last.contract.base_precision}. The weights are dequantized, and "
+                "have the adapters folded in, rounded once: `evaluate` measures the difference"
+            )
         lines += _warn_of_unrelated_heads(inputs)
     return "\n".join([f"{output}: scoring contract {contract.hash}", *lines])
 
@@ -249,4 +254,6 @@ def _merge_contracts(inputs: Sequence[_Input]) -> ScoringContract:
         for column in range(len(inputs[-1].contract.attributes))
     ]
     contract = inputs[-1].contract.with_label_means(offsets)
-    return dataclasses.replace(contract, reward_mean=None, reward_std=None, measured_on=None)
+    contract = dataclasses.replace(contract, reward_mean=None, reward_std=None, measured_on=None)
+    # The adapters are folded, so the weights are no longer those of a quantized base.
+    return dataclasses.replace(contract, base_precision=None)

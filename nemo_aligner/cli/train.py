@@ -189,6 +189,9 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
     group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
+    group.add_argument(
+        "--base-precision", choices=["nf4", "int8", "fp8"], help="as model.lora.base_precision"
+    )
     group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     group.add_argument(
         "--activations-offload", action="store_true",

@@ -181,6 +181,14 @@ class RegressionConfig:
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
+class BasePrecision(Enum):
+    """How the frozen weights under LoRA are stored: in 4 bits, or in 8 bits with a scale a row."""
+
+    nf4 = "nf4"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 @dataclass
 class LoraConfig:
     """LoRA (Hu et al. 2021, arXiv:2106.09685) on the linear layers of the backbone."""
@@ -190,6 +198,9 @@ class LoraConfig:
     dropout: float = setting(0.0, "dropout probability on the inputs of LoRA")
     targets: list[str] = setting(
         list(LORA_TARGETS), "linear layers that get LoRA; default: all four of each layer"
+    )
+    base_precision: BasePrecision | None = setting(
+        None, "quantize frozen linear weights: nf4, int8 or fp8; null: don't"
     )
 
     def __post_init__(self) -> None:

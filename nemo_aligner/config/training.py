@@ -204,7 +204,12 @@ class TrainConfig:
 _CALLBACKS = "exp_manager.checkpoint_callback_params"
 _EARLY = "exp_manager.early_stopping_callback_params"
 _VALIDATION, _TEST = "model.data.data_prefix.validation", "model.data.data_prefix.test"
-_OF_LORA = ("model.lora.alpha", "model.lora.dropout", "model.lora.targets")
+_OF_LORA = (
+    "model.lora.alpha",
+    "model.lora.dropout",
+    "model.lora.targets",
+    "model.lora.base_precision",
+)
 _OF_RATINGS = (
     "model.regression.attributes",
     "model.regression.attribute_weights",

@@ -62,8 +62,7 @@ from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 VERSION = 1
 # No score depends on these fields: they inform people, and trainers that normalize rewards.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-# Fields that later versions of the package added. The hash omits them if they are None, so that
-# contracts written before have the same hash.
+# Fields that later versions added. The hash omits those that are None, for earlier contracts.
 _LATER = (
     "shaping",
     "readout",
@@ -73,6 +72,7 @@ _LATER = (
     "step_separator",
     "aggregate",
     "principle_template",
+    "base_precision",
 )
 
 
@@ -130,6 +130,7 @@ class ScoringContract:
         aggregate: an ``Aggregate`` value that combines the rewards of a sample's turns or steps;
             None takes the reward of the last turn or step.
         principle_template: text about a sample's principle (``principles.py``); None rejects them.
+        base_precision: a ``BasePrecision`` value, that of the weights under LoRA; None if dense.
     """
 
     template: str
@@ -157,10 +158,11 @@ class ScoringContract:
     step_separator: str | None = None
     aggregate: str | None = None
     principle_template: str | None = None
+    base_precision: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # The numbers are converted to float, because 0 and 0.0 must give the same hash.
+        # 0 and 0.0 must give the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         num_attributes = len(self.attributes)
@@ -202,8 +204,7 @@ class ScoringContract:
         """
         if self.shaping is not None:
             return SCORE
-        readout = self.output_readout
-        if readout is not None:
+        if (readout := self.output_readout) is not None:
             return PROBABILITY if readout.gives_probabilities else SCORE
         is_rated = self.has_steps and self.record_kind is RecordKind.rating
         return LOG_ODDS if is_rated and not any(self.label_means) else SCORE
@@ -254,8 +255,7 @@ class ScoringContract:
         fields = {
             name: value for name, value in self._collect_fields().items() if name not in _NOT_HASHED
         }
-        # The keys are sorted, and the JSON is ASCII without spaces, so that any JSON library can
-        # write the same bytes.
+        # Keys are sorted, without spaces and in ASCII: any JSON library can write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
             sort_keys=True,

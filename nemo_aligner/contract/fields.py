@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RewardModelType
-from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.config.model import BasePrecision, ScoredPosition
 from nemo_aligner.contract.principles import is_principle_template
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
@@ -121,6 +121,7 @@ _FLAG = (_is_flag, "true or false")
 _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
 # All rules except ``last``, which a contract stores as null.
+_BASE_PRECISIONS = tuple(precision.value for precision in BasePrecision)
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a string or null")
 # For each field a check of its value, and the expected value in words, for the error message.
@@ -166,6 +167,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "principle_template": (
         lambda value: value is None or (is_text(value) and is_principle_template(value)),
         "a text with {principle} once, or null",
+    ),
+    "base_precision": (
+        lambda value: value is None or value in _BASE_PRECISIONS,
+        f"{', '.join(_BASE_PRECISIONS)} or null",
     ),
     "reply_marker": (
         lambda value: value is None or (_are_token_ids(value) and len(value) > 0),

@@ -49,8 +49,7 @@ def build_contract(
         ConfigError: the template is not found or fails its checks (``check_template``), or the
             settings add a BOS or EOS that the tokenizer does not have.
     """
-    data = config.data
-    ranking = config.reward_model_type is RewardModelType.binary_ranking
+    data, ranking = config.data, config.reward_model_type is RewardModelType.binary_ranking
     attributes = ("reward",) if ranking else tuple(config.regression.attributes)
     weights = {} if ranking else config.regression.attribute_weights
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
@@ -80,6 +79,7 @@ def build_contract(
         reward_token_id=None if start is None else start.reward_token_id,
         step_separator=_choose_step_separator(data, reads, start),
         principle_template=_choose_principle_template(data, reads, template, start),
+        base_precision=_base_precision(config),
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
@@ -89,6 +89,11 @@ def build_contract(
             "template. Set model.data.template, or omit them"
         )
     return _check_principle(contract, tokenizer)
+
+
+def _base_precision(config: ModelConfig) -> str | None:
+    precision = config.lora.base_precision if config.lora.rank > 0 else None
+    return None if precision is None else precision.value
 
 
 class Limits(NamedTuple):
@@ -253,6 +258,7 @@ _SETTINGS = {
     "aggregate": "model.objective_kwargs.aggregate",
     "reward_model_type": "model.reward_model_type",
     "principle_template": PRINCIPLE_KEY,
+    "base_precision": "model.lora.base_precision",
 }
 # Fields with long values. If their settings are null, they take the value of the reward model that
 # training starts from.
@@ -303,7 +309,10 @@ def continue_contract(
         name: values for name, values in differences.items() if name in _HEAD_SETTINGS
     }
     other_differences = {
-        name: values for name, values in differences.items() if name not in _HEAD_FIELDS
+        name: values
+        for name, values in differences.items()
+        # Training that folds adapters into a dense base no longer has the base's precision.
+        if name not in (*_HEAD_FIELDS, "base_precision")
     }
     head_fits = len(start.attributes) == len(contract.attributes)
     is_allowed = {

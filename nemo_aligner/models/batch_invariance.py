@@ -28,6 +28,7 @@ from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.gemma4 import PerLayerEmbedding
 from nemo_aligner.models.internals import engine_layers
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, in_chunks, rows_now
+from nemo_aligner.models.quantized_layers import QuantizedLayer, use_dense_layer
 from nemo_aligner.models.reward_head import HeadLayer, RewardHead
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.router import Router
@@ -113,9 +114,13 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
     """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
 
     Call it only for a batch invariant model that is neither trained nor saved afterwards. At most
-    one layer's weight exists in both layouts at a time.
+    one layer's weight exists in both layouts at a time. Quantized weights are dequantized for good,
+    because that would take longer on a CPU than the matmuls.
     """
     for layer in _invariant_layers(model):
+        if isinstance(layer, QuantizedLayer):
+            use_dense_layer(layer, reordered_for_products)
+            continue
         weight = reordered_for_products(layer.weight.detach())
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 

@@ -80,6 +80,7 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_module("adapter", None)
+        _free_if_quantized(self)
 
     def forward(
         self, input_: Tensor, *args: Any, context: PackContext | None = None, **options: Any
@@ -133,6 +134,7 @@ class RowLinear(RowParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_module("adapter", None)
+        _free_if_quantized(self)
 
     def forward(
         self, input_: Tensor, context: PackContext | None = None
@@ -168,6 +170,15 @@ class RowLinear(RowParallelLinear):
         if self.adapter is not None:
             entries |= _shard_adapter(self, LORA_A, 1, prefix, sharded_offsets, metadata)
         return entries
+
+
+def _free_if_quantized(layer: Any) -> None:
+    """Free a new weight's memory, if ``quantized_layers.py`` is going to replace the weight.
+
+    The weight keeps its shape, dtype and device.
+    """
+    if getattr(layer.config, "frees_weights", False):
+        layer.weight.data = layer.weight.data.new_zeros(1).expand(layer.weight.shape)
 
 
 def _shard_adapter(

@@ -33,6 +33,7 @@ from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.pack_context import PackContext
+from nemo_aligner.models.quantized_layers import use_quantized_layers
 from nemo_aligner.models.shapes.lora import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
@@ -183,7 +184,8 @@ class ExpertAdapter(MegatronModule):
 def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:
     """Attach adapters to the target linear layers of ``model``'s decoder.
 
-    Their A and B are all zeros until ``draw_adapters`` or a checkpoint fills them.
+    Their A and B are all zeros until ``draw_adapters`` or a checkpoint fills them. If ``lora`` has
+    a base precision, all linear layers become quantized ones, which wait for a checkpoint.
     """
     for layer in model.decoder.layers:
         for number, name, linear in _number_linears(layer):
@@ -193,6 +195,8 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
                 # After its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
+    if lora.base_precision is not None:
+        use_quantized_layers(model, lora.base_precision)
 
 
 def _make_expert_adapter(

@@ -438,6 +438,8 @@ def build_reward_model(
     """
     kernels = choose_kernels(pointwise_kernels)
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
+    # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
+    config.frees_weights = shape.lora is not None and shape.lora.base_precision is not None
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)

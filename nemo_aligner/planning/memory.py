@@ -37,6 +37,7 @@ from nemo_aligner.planning.gemma4 import (
     kept_outside_mixer,
     layer_input_bytes,
 )
+from nemo_aligner.planning.quantized import dequantized_bytes, saved_by_quantization
 
 GIB = 2**30
 
@@ -85,7 +86,9 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     packs = min(plan.packs.count, plan.pp - stage)
     moments_on_host = 2 * trained if plan.cpu_offload else 0
     return Memory(
-        weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
+        weights=size * (parameters(shape, plan, stage) - head)
+        + FP32_BYTES * head
+        - saved_by_quantization(shape, plan, stage),
         gradients=FP32_BYTES * trained,
         optimizer=FP32_BYTES * (moments + copies) / trained * shares if trained else 0.0,
         activations=packs * pack_activations(shape, plan, stage),
@@ -469,9 +472,11 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
         # Recomputation allocates the activations that the layer did not keep, and its output.
-        tokens_bytes = _unrecomputed_layer_bytes(shape, plan, layer)
-        return needed * size + tokens * (tokens_bytes + state)
-    return needed * size + tokens * state
+        state += _unrecomputed_layer_bytes(shape, plan, layer)
+    dequantized = dequantized_bytes(shape, plan)
+    # A dequantized weight exists next to the gradients of the second projection's input and output.
+    at_matmul = (tokens * (f + h) * size + dequantized) if dequantized else 0.0
+    return max(needed * size, at_matmul) + tokens * state
 
 
 def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:

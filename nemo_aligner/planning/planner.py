@@ -14,9 +14,16 @@ from math import gcd
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
-from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, LoraConfig, ModelConfig, Recompute
+from nemo_aligner.config.model import (
+    DEFAULT_SEQ_LENGTH,
+    BasePrecision,
+    LoraConfig,
+    ModelConfig,
+    Recompute,
+)
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape
+from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.planning.step_time import Machine, StepTime, step_time
@@ -249,6 +256,7 @@ class PlanRequest:
     precision: str = "bf16"
     freeze_layers: int = 0
     lora_rank: int = 0
+    base_precision: str | None = None
     cpu_offload: bool = False
     activations_offload: bool = False
     recompute: str = "auto"
@@ -271,9 +279,14 @@ class PlanRequest:
         if self.global_batch_tokens is not None:
             batch = max(1, self.global_batch_tokens // (2 * length))
         self._check(shape, 2 * length)
-        lora = LoraShape.from_settings(LoraConfig(rank=self.lora_rank)) if self.lora_rank else None
+        precision = None if self.base_precision is None else BasePrecision(self.base_precision)
+        if precision is not None and not self.lora_rank:
+            raise ConfigError(f"base_precision: got {precision.value} without LoRA; set lora_rank")
+        lora = LoraShape.from_settings(LoraConfig(self.lora_rank, base_precision=precision))
+        shape = replace(shape, lora=lora or shape.lora)
+        check_quantizable(shape, 1)
         return Planner(
-            replace(shape, lora=lora or shape.lora),
+            shape,
             self.machine(),
             usable=(self.gpu_memory - self.reserve) * GIB,
             batch=batch,

@@ -43,6 +43,7 @@ from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import head_to_train
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora
+from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.models.training_wrap import check_freezing
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
@@ -209,12 +210,15 @@ def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelSha
 
     Raises:
         CheckpointError: the base has LoRA adapters, but the settings want different ones.
+        ConfigError: ``model.lora.base_precision`` does not support this model.
     """
     lora = LoraShape.from_settings(config.model.lora)
     check_lora(base.shape.lora, lora, base.path)
     is_new = config.pretrained_checkpoint.new_head
     head = head_to_train(base.shape.head, config.model.head, is_new=is_new)
-    return replace(base.shape, head=head, lora=lora)
+    shape = replace(base.shape, head=head, lora=lora)
+    check_quantizable(shape, config.model.tensor_model_parallel_size)
+    return shape
 
 
 def _with_limits(config: TrainConfig, start: ScoringContract | None) -> TrainConfig:

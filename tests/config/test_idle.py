@@ -43,7 +43,7 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
         1,
         (),
         {
-            *under("model.lora", "alpha dropout targets"),
+            *under("model.lora", "alpha dropout targets base_precision"),
             *under("model.regression", "attributes attribute_weights loss_mask_val"),
             *under("model.data", "max_malformed allow_prompt_overlap"),
             *under("trainer.rm", "val_check_interval val_before_training limit_val_records"),

@@ -57,6 +57,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
         "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
         "reward_token_id": 3, "principle_template": "Is it {principle}?",
+        "base_precision": "nf4",
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     together: list[dict[str, Any]] = [
@@ -92,7 +93,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of earlier versions lack these fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
-    later |= {"step_separator", "aggregate", "principle_template"}
+    later |= {"step_separator", "aggregate", "principle_template", "base_precision"}
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -192,6 +193,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "a text with {principle} once, or null",
         (1, "", "x", "{principle} {principle}", "{principle}" + "x" * 10_000, HALF_A_PAIR),
     ),
+    "base_precision": ("nf4, int8, fp8 or null", (1, "", "int4", ["nf4"], True)),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 

@@ -38,6 +38,7 @@ RECOMPUTE = "model.activations_checkpoint_granularity=full"
 # A file in a custom format, whose fields are configured.
 NAMED = {"prompt": "question", "chosen": "good", "rejected": "bad"}
 OF_PAIRS = [known for known in FORMATS.values() if known.kind is RecordKind.comparison]
+OF_BLOCKS = {"hidden_size": 128, "intermediate_size": 256}
 THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
@@ -49,7 +50,8 @@ class Case:
         like: the case whose run of one process is the reference; "" is this case itself.
         stops: it stops after PART steps and resumes.
         base: the base model, a file of the inputs. "wide" has three query groups, and at TP=2 a
-            fourth one of zeros; "experts" is a mixture-of-experts model; "hybrid" has states.
+            fourth one of zeros; "blocks" has widths for nf4; "experts" is a mixture-of-experts
+            model; "hybrid" has states.
         evaluated: the data on which the model of one process is evaluated afterwards, if any.
         rtol: relative tolerance of losses and gradient norms. Where it is above EXACT (see
             test_layouts.py), metrics and rewards are not compared.
@@ -75,6 +77,9 @@ CASES = {
     "offload": Case(("model.activations_offload=true",), like="ranking"),
     "recompute_onednn": Case((RECOMPUTE,), like="ranking", by_onednn=True),
     "lora": Case(LORA, evaluated="pairs"),
+    "nf4": Case(
+        (*LORA, "model.lora.base_precision=nf4"), base="blocks", stops=True, evaluated="pairs"
+    ),
     "zero_groups": Case(base="wide"),
     "plackett_luce": Case(("model.objective=plackett_luce",), ("rankings",)),
     "learned_ties": Case(
@@ -184,6 +189,7 @@ def write_inputs(folder: Path) -> None:
         f"--output={folder / 'padded.nemo'}",
         "--tensor-parallel=2",
     )
+    tiny.write_base_nemo(folder / "blocks.nemo", **OF_BLOCKS)
     families.write_base_nemo(folder / "experts.nemo", "qwen2_moe")
     families.write_base_nemo(folder / "hybrid.nemo", "qwen3_5")
     tiny.write_pairs(folder / "pairs.jsonl", 37)

@@ -215,6 +215,15 @@ ALONE = {
 # What other families than Llama have in their layers, and LoRA.
 FAMILIES = {
     "lora": {"lora": {"rank": 8, "alpha": 8.0, "targets": list(LORA_TARGETS)}},
+    "lora_on_nf4": {
+        "lora": {
+            "rank": 8,
+            "alpha": 8.0,
+            "targets": list(LORA_TARGETS),
+            "base_precision": "nf4",
+        },
+        "ffn_hidden_size": 192,
+    },
     "lora_in_part": {"lora": {"rank": 8, "alpha": 8.0, "targets": ["linear_qkv", "linear_proj"]}},
     "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
     "qk_norms": {"qk_layernorm": True, "qkv_bias": True},

@@ -6,6 +6,8 @@ layer, and the complete reward head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
+    CheckedText,
     compare,
     compute_reference_logits,
     encode_texts,
     has_class,
+    transformers_logits,
 )
 from nemo_aligner.checkpoint.hf.export import (
     atomic_folder,
@@ -104,6 +108,7 @@ def _export_adapter(
     check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = build_exported_head(archive, contract, options)
+    exported = replace(exported, base_precision=contract.base_precision)
     texts = encode_texts(contract, loaded.tokenizer)
     logits = compute_reference_logits(loaded.model, texts, layout)
     logits = convert_logits(logits, contract, head, merge=options.merge)
@@ -133,12 +138,34 @@ def _export_adapter(
     say(f"scoring the same samples with {base} ...")
     tokenizer = AutoTokenizer.from_pretrained(staging, local_files_only=True)
     model = _load_adapted(base, staging, lora.scale, pad_id)
+    if lora.base_precision is not None:
+        lines.append(_describe_dense_base(base, lora, model, tokenizer, texts, logits))
+        del model
+        model = _load_adapted(base, staging, lora.scale, pad_id, archive)
     difference = compare(tokenizer, model, exported, texts, logits)
     lines.append(
         f"checked: {len(texts)} samples, in batches of one and padded; the largest difference of "
         f"a reward is {difference:.1e}"
     )
     return "\n".join(lines)
+
+
+def _describe_dense_base(
+    base: str,
+    lora: LoraShape,
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[CheckedText],
+    logits: Tensor,
+) -> str:
+    """Tell how far rewards are from the archive's where the base is not quantized."""
+    dense = [transformers_logits(model, tokenizer, [text])[0] for text in texts]
+    difference = float((torch.cat(dense) - logits).abs().max())
+    precision = "" if lora.base_precision is None else lora.base_precision.value
+    return (
+        f"base precision: {precision}. The adapter was trained on a base in {precision}; on {base} "
+        f"without quantization, a reward differs by up to {difference:.1e}"
+    )
 
 
 def _require_lora(folder: NemoFolder, lora: LoraShape | None, shape: ModelShape) -> LoraShape:
@@ -206,13 +233,16 @@ def _reward_model_class(base: str) -> Any:
     return type("RewardModel", bases, {"config_class": config})
 
 
-def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
+def _load_adapted(
+    base: str, folder: Path, scale: float, pad_id: int, archive: RewardArchive | None = None
+) -> Any:
     """Load the base model with transformers in fp32, and fold the adapter in ``folder`` into it.
 
     Args:
         base: the base model's folder.
         scale: factor of ``B A``, LoRA's product, when it is added to a weight.
         pad_id: id of the pad token, by which transformers finds a sample's last token.
+        archive: replaces the base's linear weights by this archive's, which are dequantized.
 
     Returns:
         transformers' reward model on this rank's device, with the adapter's head.
@@ -229,6 +259,9 @@ def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     # The adapter is applied here, so that peft need not be installed.
     model.score.weight.data = head
     model.config.pad_token_id = pad_id
+    if archive is not None:
+        for name, weight in archive.base_linears():
+            model.get_parameter(archive.family.name_in_memory(name)).data = weight.float()
     names = {name.rpartition(".lora_")[0] for name in tensors}
     for name in names:
         low, high = (tensors[f"{name}.lora_{letter}.weight"] for letter in "AB")

@@ -286,7 +286,7 @@ def compare(
     """
     for text in texts:
         _check_ids(tokenizer, contract, text)
-    single = [_transformers_logits(model, tokenizer, [text])[0] for text in texts]
+    single = [transformers_logits(model, tokenizer, [text])[0] for text in texts]
     padded = list(single)
     # If RoPE depends on the longest sequence of a batch, rewards are comparable only in batches
     # of one, so padded batches are not compared.
@@ -294,7 +294,7 @@ def compare(
     by_length = sorted(indices, key=lambda index: len(texts[index].scored))
     for shorter, longer in pairwise(by_length):
         pair = [texts[shorter], texts[longer]]
-        padded[shorter] = _transformers_logits(model, tokenizer, pair)[0]
+        padded[shorter] = transformers_logits(model, tokenizer, pair)[0]
     return check_difference(torch.cat(single), torch.cat(padded), logits, texts)
 
 
@@ -409,7 +409,7 @@ def _transformers_steps(
     return ids, tuple(reads)
 
 
-def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
+def transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
     """Compute one batch with transformers; return each sample's logits, ``[1 or steps, A]``."""
     reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)

@@ -167,8 +167,8 @@ def _export(
     load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring samples"):
         logits = compute_reference_logits(loaded.model, texts, layout)
-    # Free the model now, so that it is not in memory together with transformers' copy.
-    del loaded
+    notes = _describe_folding(folder, archive, texts, layout, logits)
+    del loaded  # so that it is not in memory together with transformers' copy
     gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
@@ -208,8 +208,27 @@ def _export(
         largest_difference=_compare_rewards(staging, exported, texts, logits),
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
-        notes=tuple(_describe_head(contract, exported, head.form)),
+        notes=(*notes, *_describe_head(contract, exported, head.form)),
     )
+
+
+def _describe_folding(
+    folder: NemoFolder,
+    archive: RewardArchive,
+    texts: list[CheckedText],
+    layout: Any,
+    logits: Tensor,
+) -> list[str]:
+    """Tell how far ``logits`` are from those of adapters that are not folded into their base."""
+    if archive.lora is None or archive.lora.base_precision is None:
+        return []
+    loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
+    load_layers_on_demand(loaded.model, archive.read_unrounded)
+    exact = compute_reference_logits(loaded.model, texts, layout)
+    return [
+        f"base precision: {archive.lora.base_precision.value}. The adapters are folded into the "
+        f"dequantized weights; a reward changes by up to {float((exact - logits).abs().max()):.1e}"
+    ]
 
 
 def _compare_rewards(

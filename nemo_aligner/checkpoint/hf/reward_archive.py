@@ -41,7 +41,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.lora import LORA_A, LORA_B, LoraShape, is_of_adapter
+from nemo_aligner.models.shapes.lora import LINEARS, LORA_A, LORA_B, LoraShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Keys that a NeMo config may lack; their values, or the defaults, are taken from ``ModelShape``.
@@ -156,6 +156,23 @@ class RewardArchive:
         high, low = matrices
         return fold_into_weight(data, low, high, self.lora.scale)
 
+    def read_unrounded(self, name: str, layer: int | None) -> Tensor:
+        """Read a Megatron tensor like ``read_as_exported``, but folded and kept in fp32."""
+        if name.startswith(HEAD_PREFIX):
+            return self.store.read(PREFIX + name)
+        rule = self._rule_of(name, layer)
+        data = replace(self, lora=None).read(rule, layer).float()
+        matrices = self._read_lora(rule, layer)
+        if matrices is not None and self.lora is not None:
+            data = fold_into_weight(data, matrices[1], matrices[0], self.lora.scale)
+        return self.join(rule, self.split(rule, data))
+
+    def _rule_of(self, name: str, layer: int | None) -> Rule:
+        (rule,) = (
+            rule for rule, rule_layer in self.rules if (rule.megatron, rule_layer) == (name, layer)
+        )
+        return rule
+
     def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
         """Read the matrices B and A of a Megatron tensor's LoRA adapter; None if it has none."""
         linear = rule.megatron.removesuffix(".weight")
@@ -182,6 +199,14 @@ class RewardArchive:
             for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
                 yield name, pair[1], part
 
+    def base_linears(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the layers' linear modules, without LoRA, with their HF names."""
+        weights = {f"{linear}.weight" for linear in LINEARS.values()}
+        plain = replace(self, lora=None)
+        for rule, layer in self.rules:
+            if rule.megatron in weights:
+                yield from zip(rule.hf, self.split(rule, plain.read(rule, layer)), strict=True)
+
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor, rounded as in the exported folder.
 
@@ -189,9 +214,7 @@ class RewardArchive:
         """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
-        (rule,) = (
-            rule for rule, rule_layer in self.rules if (rule.megatron, rule_layer) == (name, layer)
-        )
+        rule = self._rule_of(name, layer)
         parts = self.split(rule, self.read(rule, layer))
         stored = rule.dtype or dtype
         return self.join(rule, [part.to(stored or part.dtype).float() for part in parts])
@@ -397,7 +420,8 @@ def build_exported_head(
         CheckpointError: the options do not fit the head.
     """
     stored = _read_head(archive, contract, merge=options.merge)
-    exported = contract
+    # The adapters are folded, so the weights are no longer those of a quantized base.
+    exported = replace(contract, base_precision=None)
     if options.dtype is not None:
         exported = exported.with_dtype(format_of(options.dtype).precision)
     readout = contract.output_readout

@@ -28,7 +28,9 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
 from nemo_aligner.checkpoint.weights.store import StoredTensors
+from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.models.lora import fold_into_weight
+from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import HeadShape
@@ -149,6 +151,14 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         for key in request
         if key.startswith(head_prefix) or (is_of_adapter(key) and not has_lora)
     }
+    for name, layer in quantized_layers(model).items():
+        # One dense weight at a time: a GPU may lack the memory for all of them.
+        key = f"{folder.prefix}{name}.weight"
+        entry, layer.is_dequantized = request[key], has_lora
+        size, dtype = entry.data.shape, entry.data.dtype
+        entry.data = torch.empty(size, dtype=dtype, device=current_device())
+        layer.store_weight(folder.store.load({key: entry})[key])
+        skipped.add(key)
     state = folder.store.load({key: request[key] for key in request if key not in skipped})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     load_into(model, plain, folder.source, lambda key: folder.prefix + key in skipped)

@@ -33,7 +33,7 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
     model_shape,
     read_head,
 )
-from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
+from nemo_aligner.checkpoint.weights.save import copy_tensors, fill_outlines, save_weights
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import (
     DataConfig,
@@ -200,7 +200,7 @@ def load_pretrained(
             shape = replace(shape, head=head_to_train(shape.head, head, is_new=new_head))
         tokenizer.check_fits(shape.vocab_size)
         check_lora(shape.lora, lora, path)
-        shape = replace(shape, lora=lora or shape.lora)
+        shape = replace(shape, lora=lora or (shape.lora and shape.lora.with_dense_base()))
         num_outputs = num_attributes * outputs_per_attribute
         model = build_reward_model(
             shape,
@@ -344,6 +344,7 @@ def save_reward_model(
     # By default Megatron stacks all layers under one key, as archives do.
     weights = model.sharded_state_dict(prefix=PREFIX)
     weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
+    fill_outlines(weights, staging)
     if contract is None:
         head_prefix = PREFIX + HEAD_PREFIX
         weights = {key: weights[key] for key in weights if not key.startswith(head_prefix)}

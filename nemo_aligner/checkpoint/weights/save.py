@@ -51,6 +51,7 @@ from nemo_aligner.checkpoint.weights.store import (
 )
 from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_sums
 from nemo_aligner.distributed.collectives import gather_objects, on_main
+from nemo_aligner.models.quantized_layers import is_outline, read_outline
 from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, host_zeros, start_host_copies
@@ -209,6 +210,30 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
     for entry, copy in zip(entries, host, strict=True):
         entry.data = copy
     return start_host_copies(zip(host, sources, strict=True))
+
+
+def fill_outlines(sharded_state_dict: ShardedStateDict, scratch: Path) -> None:
+    """Replace each quantized weight that this rank writes by its dequantized values.
+
+    They are in a new file in the folder ``scratch``, because memory may not have room for them.
+    """
+    entries = [
+        entry
+        for entry in nested_values(sharded_state_dict)
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        and is_main_replica(entry.replica_id)
+        and is_outline(entry.data)
+    ]
+    if not entries:
+        return
+    dtype, count = entries[0].data.dtype, sum(entry.data.numel() for entry in entries)
+    file = scratch / f"dequantized.{dist.get_rank()}"
+    values = torch.from_file(str(file), shared=True, size=count, dtype=dtype)
+    parts = values.split([entry.data.numel() for entry in entries])
+    for entry, part in zip(entries, parts, strict=True):
+        part = part.view(entry.data.shape)
+        part.copy_(read_outline(entry.data))
+        entry.data = part
 
 
 @contextmanager
@@ -477,7 +502,8 @@ def frozen_digest(model: ShardedModel) -> str:
         # Sum only one replica of each shard, so that the digest does not depend on the parallel
         # layout.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
-            total += zlib.crc32(entry.key.encode()) * _sum_as_integers(entry.data.detach())
+            data = read_outline(entry.data).detach()
+            total += zlib.crc32(entry.key.encode()) * _sum_as_integers(data)
     return f"{sum(gather_objects(total)) % 2**64:016x}"
 
 

@@ -206,6 +206,8 @@ class ModelShape:
         del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.latent_attention is not None:
             del fields["latent_attention"]["zero_heads"]
+        if self.lora is not None:
+            fields["lora"] = {**self.lora.to_config(), "targets": self.lora.targets}
         if self.longrope is not None:
             del fields["longrope"]["long"]  # checkpoints of early versions lack it
         if self.experts is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_count, read_number
-from nemo_aligner.config.model import LORA_TARGETS, LoraConfig
+from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, LoraConfig
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Name of LoRA's section in ``model_config.yaml``.
@@ -28,6 +28,7 @@ LINEARS = dict(
 EXPERT_LINEARS = {
     name: path.replace("mlp.", "mlp.experts.") for name, path in LINEARS.items() if "mlp" in path
 }
+_BASE = "base_precision"
 _WHERE = f"model_config.yaml: {LORA_KEY}"
 
 
@@ -36,11 +37,16 @@ class LoraShape:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): ``W x`` becomes ``W x + alpha / rank * B A x``.
 
     Each linear layer named in ``targets`` trains its ``A [rank, in]`` and ``B [out, rank]``.
+
+    Attributes:
+        base_precision: the frozen weights of all linear layers are quantized like this, and an
+            archive holds their dequantized values; None if they are not quantized.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    base_precision: BasePrecision | None = None
 
     @classmethod
     def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
@@ -48,7 +54,7 @@ class LoraShape:
         if settings.rank == 0:
             return None
         targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
-        return cls(settings.rank, float(settings.alpha), targets)
+        return cls(settings.rank, float(settings.alpha), targets, settings.base_precision)
 
     @property
     def scale(self) -> float:
@@ -63,6 +69,10 @@ class LoraShape:
             EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
         ]
 
+    def with_dense_base(self) -> LoraShape:
+        """Return the same adapters on a base that is not quantized, as folding them requires."""
+        return replace(self, base_precision=None)
+
     def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the unsharded shapes of A and B by name, given the shapes of a layer's weights."""
         shapes: dict[str, tuple[int, ...]] = {}
@@ -76,10 +86,16 @@ class LoraShape:
 
     def to_config(self) -> dict[str, Any]:
         """Convert to LoRA's section of ``model_config.yaml``, which ``read_lora`` reads."""
-        return {**asdict(self), "targets": list(self.targets)}
+        section = {**asdict(self), "targets": list(self.targets)}
+        if self.base_precision is None:  # earlier versions reject the key
+            del section[_BASE]
+        else:
+            section[_BASE] = self.base_precision.value
+        return section
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+        base = "" if self.base_precision is None else f", on a base in {self.base_precision.value}"
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}{base}"
 
 
 def is_of_adapter(name: str) -> bool:
@@ -97,7 +113,7 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
     if section is None:
         return None
     keys = {"rank", "alpha", "targets"}
-    if not isinstance(section, Mapping) or set(section) != keys:
+    if not isinstance(section, Mapping) or set(section) - {_BASE} != keys:
         raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
     expected = f"a whole number above 0 and of at most {MAX_COUNT}"
     rank = read_count(section["rank"], f"{_WHERE}.rank", expected)
@@ -108,7 +124,11 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
     if not names or len(names) != len(targets):
         expected = f"at least one of {', '.join(LORA_TARGETS)}, each once"
         raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {expected}")
-    return LoraShape(rank, alpha, tuple(names))
+    base, choices = section.get(_BASE), [choice.value for choice in BasePrecision]
+    if base is not None and base not in choices:
+        expected = f"one of {', '.join(choices)}"
+        raise CheckpointError(f"{_WHERE}.{_BASE}: got {shown(base)}, wanted {expected}")
+    return LoraShape(rank, alpha, tuple(names), None if base is None else BasePrecision(base))
 
 
 def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
@@ -48,7 +50,10 @@ def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
                     parameter.normal_(std=0.2)
                     if groups == 3 and "qkv" in name:
                         parameter[2 * len(parameter) // 3 :] = 0.0  # as after training
-        contract = build_contract(contracts.config(["a", "b"]), loaded.tokenizer, Precision.fp32)
+        settings = contracts.config(["a", "b"])
+        if lora is not None:
+            settings.lora.rank, settings.lora.base_precision = lora.rank, lora.base_precision
+        contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
         path = tmp_path / ("plain.nemo" if lora is None else "rm.nemo")
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
         return path
@@ -80,6 +85,25 @@ def test_adapter_on_the_base_model_is_the_whole_export(
             added = 2.0 * high @ low
             assert added.abs().max() > 0.01
         torch.testing.assert_close(full[name], weight + added, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_adapter_and_export_of_a_quantized_base_tell_what_changes(
+    make: Any, hf: Path, layout: Any, tmp_path: Path, precision: str
+) -> None:
+    archive = make(replace(QKV, base_precision=BasePrecision(precision)))
+    summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
+    assert (
+        f"base precision: {precision}. The adapter was trained on a base in {precision}" in summary
+    )
+    assert 1e-6 < float(summary.split("differs by up to ")[1].split("\n")[0]) < 0.5
+    assert "checked: 7 samples" in summary
+    contract = json.loads((tmp_path / "out" / "scoring_contract.json").read_text())
+    assert contract["base_precision"] == precision
+    whole = str(export(archive, tmp_path / "whole", layout))
+    assert f"base precision: {precision}. The adapters are folded into" in whole
+    assert float(whole.split("a reward changes by up to ")[1].split("\n")[0]) < 1e-5
+    assert "base_precision" not in (tmp_path / "whole" / "scoring_contract.json").read_text()
 
 
 LATENTS = {

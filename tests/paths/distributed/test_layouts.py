@@ -90,6 +90,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "least_step",
             "hybrid_lora",
             "soft_labels",
+            "nf4",
         ),
         "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "against_length", "soft_labels"),
         "dp2": (

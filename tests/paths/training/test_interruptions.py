@@ -237,9 +237,10 @@ def test_stopped_run_that_still_loads_leaves_nothing(
 def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights_alone(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Killed in step 4, it goes on from step 2."""
+    """Killed in step 4, it goes on from step 2. Its base is quantized."""
     other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
-    uninterrupted, killed = (settings(base, data, tmp_path / name, *LORA) for name in ("a", "b"))
+    lora = (*LORA, "model.lora.base_precision=int8")
+    uninterrupted, killed = (settings(base, data, tmp_path / name, *lora) for name in ("a", "b"))
     changed = f"pretrained_checkpoint.restore_from_path={other}"
     _, done, refused, resumed = jobs.run(
         [
