@@ -92,7 +92,15 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "soft_labels",
             "nf4",
         ),
-        "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "against_length", "soft_labels"),
+        "pp2": (
+            "hybrid",
+            "offload",
+            "pairs_and_ratings",
+            "fp16",
+            "against_length",
+            "soft_labels",
+            "nf4",
+        ),
         "dp2": (
             "hybrid",
             "onednn",
@@ -104,6 +112,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "soft_labels",
             "trajectories",
             "least_step",
+            "nf4",
         ),
         "cp2_ring": ("recompute", "offload"),
         "cp2": (
