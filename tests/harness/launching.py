@@ -106,8 +106,8 @@ class Prepared:
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether the prepared processes can run a script that needs ``environment``."""
         if self._environment is None:
-            self._environment = _without_test_name(environment)
-        return self.is_used and _without_test_name(environment) == self._environment
+            self._environment = _read_by_libraries(environment)
+        return self.is_used and _read_by_libraries(environment) == self._environment
 
     def run(
         self,
@@ -276,6 +276,10 @@ def _environments(environment: dict[str, str], processes: int) -> list[dict[str,
     return [{**environment, **rank_environment(rank, processes, port)} for rank in range(processes)]
 
 
-def _without_test_name(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variable that changes with every test."""
-    return {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}
+def _read_by_libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the test's name, which changes, and without variables of ours.
+
+    A prepared process has imported nothing of ours, and its fork gets the whole environment.
+    """
+    ours = ("PYTEST_CURRENT_TEST", "NEMO_ALIGNER_")
+    return {key: value for key, value in environment.items() if not key.startswith(ours)}

@@ -1,7 +1,9 @@
 """The quick tier and the distribution of tests over workers, by measured durations.
 
 ``tests/durations.json`` has the duration of each test of two seconds or more, as measured by
-``--store-durations``: its own time plus that of all shared fixtures, without waiting for turns.
+``--store-durations``: its own time plus that of all shared fixtures, without waiting for turns. If
+one parameter of a test takes as long, it has the durations of all, so that a new parameter, which
+has none yet, counts like the quickest of the others.
 """
 
 from __future__ import annotations
@@ -30,18 +32,34 @@ class Durations:
         stored = json.loads(FILE.read_text()) if FILE.exists() else {}
         self.seconds: dict[str, float] = stored.get("seconds", {})
         self.several_ranks = frozenset(stored.get("several_ranks", []))
+        self._least_of_test: dict[str, float] = {}
+        for nodeid, seconds in self.seconds.items():
+            test = _without_parameters(nodeid)
+            self._least_of_test[test] = min(seconds, self._least_of_test.get(test, seconds))
+        of_one_rank = map(_without_parameters, self.seconds.keys() - self.several_ranks)
+        self._tests_of_several_ranks = frozenset(
+            map(_without_parameters, self.several_ranks)
+        ).difference(of_one_rank)
+
+    def duration(self, nodeid: str) -> float:
+        """The test's seconds; if it is not stored, those of its quickest stored parameter."""
+        least = self._least_of_test.get(_without_parameters(nodeid), 0.0)
+        return self.seconds.get(nodeid, least)
 
     def is_quick(self, item: pytest.Item) -> bool:
         is_smoke = item.get_closest_marker("smoke") is not None
-        return is_smoke or self.seconds.get(item.nodeid, 0.0) <= QUICK_SECS
+        return is_smoke or self.duration(item.nodeid) <= QUICK_SECS
 
     def group(self, nodeid: str) -> str:
         """The group of a test, which one worker runs: its file, or a share of multi-rank tests.
 
         Tests of several ranks would otherwise wait for each other's turns in different workers.
+        A new parameter joins the others, because another worker would build the fixtures again.
         """
         file = nodeid.partition("::")[0]
-        if nodeid in self.several_ranks:
+        is_new = nodeid not in self.seconds
+        joins = is_new and _without_parameters(nodeid) in self._tests_of_several_ranks
+        if joins or nodeid in self.several_ranks:
             return f"several ranks {zlib.crc32(file.encode()) % TURNS.count}"
         return file
 
@@ -49,8 +67,12 @@ class Durations:
         """Sort by the groups' total time, longest first; the order within a group stays."""
         total: Counter[str] = Counter()
         for item in items:
-            total[self.group(item.nodeid)] += self.seconds.get(item.nodeid, 0.0)
+            total[self.group(item.nodeid)] += self.duration(item.nodeid)
         items.sort(key=lambda item: -total[self.group(item.nodeid)])
+
+
+def _without_parameters(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
 
 
 class Clock:
@@ -113,8 +135,12 @@ def store(reports: Iterable[pytest.TestReport], of_whole_files: bool) -> None:
 
     seconds = {nodeid: value for nodeid, value in stored.seconds.items() if is_kept(nodeid)}
     several = {nodeid for nodeid in stored.several_ranks if is_kept(nodeid)}
+    of_test: dict[str, float] = {}  # most seconds of a parameter
+    for nodeid, (took, _) in measured.items():
+        test = _without_parameters(nodeid)
+        of_test[test] = max(took, of_test.get(test, 0.0))
     for nodeid, (took, takes_turns) in measured.items():
-        if took >= KEPT_SECS:
+        if of_test[_without_parameters(nodeid)] >= KEPT_SECS:
             seconds[nodeid] = round(took, 1)
         if takes_turns:
             several.add(nodeid)

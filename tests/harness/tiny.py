@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.environments import prepare_processes
 from tests.harness.launching import PREPARED, ROOT, launch_script
 
+prepare_processes()
 # The environment at the start of the test run; libraries and launches in this process change it.
 GIVEN = dict(os.environ)
 TEXT = (

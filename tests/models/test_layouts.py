@@ -41,19 +41,18 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
     """Rewards, gradient norm, and every weight after a step, against one process.
 
     In bf16 rewards are bit-identical between pipeline stages; tensor parallel products are summed
-    in another order, and are compared with the same experts chosen.
+    in another order, and are compared with the same experts chosen. The ring has one case for each
+    kind of attention, because it changes nothing else.
     """
     folder, found = there
     path = folder / f"{case}.nemo"
     wanted = layouts.step(path, alone, save=folder / "one" / case)
-    model = layouts.load(path, alone)
-    weights = layouts.saved_weights(model, folder / "one" / case)
+    weights = layouts.saved_weights(folder / "one" / case)
     assert wanted["after"] != pytest.approx(wanted["before"], abs=1e-3)
     names = [name for name in LAYOUTS if case in found["families"][name]]
-    sizes = {name: {"ep": 1, "cp": 1, "pp": 1, **layout} for name, layout in LAYOUTS.items()}
-    fitting = [
-        name for name in LAYOUTS if layouts.is_split_by(SimpleNamespace(**sizes[name]), case)
-    ]
+    one = {"ep": 1, "cp": 1, "pp": 1, "ring": False}
+    sizes = {name: SimpleNamespace(**{**one, **layout}) for name, layout in LAYOUTS.items()}
+    fitting = [name for name in LAYOUTS if layouts.is_split_by(sizes[name], case)]
     assert names == fitting
     for name in names:
         got = found["families"][name][case]
@@ -62,10 +61,12 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
         for when, near in (("before", 1e-5), ("after", 2e-5)):
             size = max(map(abs, wanted[when]))
             assert got[when] == pytest.approx(wanted[when], abs=near * size), (name, when)
-        saved = layouts.saved_weights(model, folder / name / case)
+        saved = layouts.saved_weights(folder / name / case)
         assert saved.keys() == weights.keys()
         for key, tensor in saved.items():
             where = f"{name}: {key}"
+            if "embedding" in key:  # padded for two ranks
+                tensor = tensor[: len(weights[key])]
             torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=where)
     model = layouts.load(path, alone, Precision.bf16)
     for name, near in zip(IN_BF16, (0.05, 0.0), strict=True):

@@ -18,6 +18,7 @@ from nemo_aligner.cpu import products
 from nemo_aligner.data.formats import FORMATS
 from tests.data.ranked_format import FORMAT
 from tests.harness.launching import HOST
+from tests.harness.prepared_process import exit_fork
 from tests.training.interrupted import arm, decide_when_written
 
 # What jobs need, which they would import one after the other.
@@ -89,4 +90,4 @@ if __name__ == "__main__":
     ours = os.environ.get("RANK", "0")
     job = main(Path(sys.argv[1]), int(ours))
     if job is not None:
-        sys.exit(do(job, ours))
+        exit_fork(do(job, ours))
