@@ -20,7 +20,8 @@ key=$(
             if [ "$previous" = -o ]; then
                 :
             elif [ -f "$argument" ]; then
-                cat "$argument"
+                # A source file and the headers next to it, which it may include.
+                cat "$argument" "$(dirname "$argument")"/*.h 2>/dev/null || true
             else
                 echo "$argument"
             fi
