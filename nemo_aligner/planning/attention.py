@@ -74,9 +74,9 @@ def mask_bytes(shape: ModelShape, plan: Plan, layers: Sequence[int]) -> float:
 def _has_masks(shape: ModelShape, plan: Plan, layer: int) -> bool:
     """Predict whether a CPU computes a layer's attention one segment at a time, under a mask."""
     window, longest = shape.window_of(layer + 1), plan.packs.longest
-    is_on_cpu = longest is not None and not plan.ring
-    is_masked = is_on_cpu and window is not None and window < longest
-    return is_masked and shape.attn_logit_softcapping is None
+    if window is None or longest is None or plan.ring:
+        return False
+    return window < longest and shape.attn_logit_softcapping is None
 
 
 def in_attention(shape: ModelShape, plan: Plan) -> float:

@@ -359,7 +359,7 @@ UNEVEN = {"uneven hybrid": {"sequence_length": 200, "pairs": 2, "micro_batch_tok
 LONG = dict.fromkeys(("one long text", "long linear attention", "long hybrid"), ONE_TEXT)
 OF_LONG = {"long linear attention": FAMILIES["linear attention"], "long hybrid": MAMBA}
 OF_LONG |= {"uneven hybrid": MAMBA}
-OF_SELECTIVE = {f"selective {name}": FAMILIES[name] for name in ("gemma 4", "gemma 4 with experts")}
+OF_SELECTIVE = {f"selective {name}": FAMILIES[name] for name in FAMILIES if "gemma 4" in name}
 SELECTIVE = {name: {"recompute": "selective"} for name in OF_SELECTIVE}
 # A step of these has to be within 3% of the plan, one of the others within 10%.
 NEAR = ("expert", "gpt-oss", "gemma 4", "window", "latent", "linear attention", "hybrid")
