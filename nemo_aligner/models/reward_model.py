@@ -238,13 +238,17 @@ class GPTRewardModel(GPTModel):
             query_scale=self._query_scale(positions),
             per_layer_inputs=per_layer_inputs,
         )
-        return self.decoder(
+        hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             # RoPE is left to PackedAttention, which needs far fewer passes over memory.
             rotary_pos_emb=None,
             packed_seq_params=context,
         )
+        # Selective recomputation keeps the context in the autograd graph, and keys in the context
+        # keep that graph: a cycle that Python cannot free, so every pack would stay in memory.
+        context.lent_keys.clear()
+        return hidden
 
     def _make_context(
         self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None

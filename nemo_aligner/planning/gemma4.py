@@ -8,31 +8,20 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
 from nemo_aligner.planning.cost import FP32_BYTES, Plan, keeps_input, widths
 
-# The most channels of a head that FlashAttention 2 supports.
-_FLASH_CHANNELS = 256
-
-
-def has_no_kernel(shape: ModelShape, plan: Plan) -> bool:
-    """Predict whether attention on a GPU runs without FlashAttention, as heads are too wide.
-
-    Args:
-        shape: the result of ``ModelShape.of_layer`` for the layer.
-    """
-    is_grouped = shape.num_query_groups < shape.num_attention_heads
-    return plan.fused_kernels and is_grouped and shape.kv_channels > _FLASH_CHANNELS
-
 
 def layer_input_bytes(shape: ModelShape, gemma4: Gemma4Shape, plan: Plan) -> float:
     """Count the bytes per token that the inputs of all layers keep outside the layers.
 
-    These are the embedding, the projection for all layers, which no rank splits and whose norm
-    keeps it, and the inputs themselves, which all layers read.
+    These are the projection for all layers, which no rank splits and whose norm keeps it, and the
+    inputs themselves, which all layers read. The embedding, which the projection reads, is also the
+    first layer's input; with sequence parallelism, the projection keeps a gathered copy of it.
     """
     if gemma4.per_layer_width is None:
         return 0.0
     width = shape.num_layers * gemma4.per_layer_width
     is_trained = shape.lora is None and keeps_input(shape, plan, 0, "projection")
-    elements = is_trained * (shape.hidden_size + width) + width
+    gathered = plan.sequence_parallel * shape.hidden_size
+    elements = is_trained * (gathered + width) + width
     statistics = FP32_BYTES * is_trained * shape.num_layers
     return elements * ELEMENT_BYTES[plan.precision] + statistics
 

@@ -9,6 +9,7 @@ formulas with real steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,14 @@ from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import QUICK_GEGLU
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
+from nemo_aligner.planning.attention import (
+    in_attention,
+    joined_width,
+    key_width,
+    keys_in_attention,
+    mask_bytes,
+)
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
@@ -32,7 +41,6 @@ from nemo_aligner.planning.cost import (
     widths,
 )
 from nemo_aligner.planning.gemma4 import (
-    has_no_kernel,
     kept_of_gemma4,
     kept_outside_mixer,
     layer_input_bytes,
@@ -118,6 +126,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     - the output that the stage has sent to the next stage, until its gradient arrives
     - the input that the stage has received; Megatron keeps it on the GPU even if the activations of
       the stage's first layer are offloaded
+    - on a CPU, the masks of windows, which all layers share
     """
     trained = _trained_layers(shape, plan, stage)
     kept_per_token = sum(
@@ -134,7 +143,8 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
         rope = (shape.kv_channels + shape.gemma4.global_channels) * ELEMENT_BYTES[plan.precision]
         inputs = layer_input_bytes(shape, shape.gemma4, plan)
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
-    return plan.tokens * (kept_per_token + sent + (rope + inputs) * bool(trained))
+    kept_per_token += sent + (rope + inputs) * bool(trained)
+    return plan.tokens * kept_per_token + mask_bytes(shape, plan, trained)
 
 
 def offloaded_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -186,14 +196,14 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
 
     Frozen layers do not keep the inputs of linear layers. Keys and values of a shared prefix are
     kept once for each time that attention's kernel receives them. With ``equal_heads`` they are
-    kept for every query head (2 q), and the output is kept twice. Selective recomputation keeps
-    ``_projection_width`` instead of the tensors after RoPE and the log-sum-exp, and attention's
-    output only if the next linear layer needs it.
+    kept for every query head (2 q), and the output is kept twice, as it is with a window on a CPU.
+    Selective recomputation keeps ``_projection_width`` instead of the tensors after RoPE and the
+    log-sum-exp, and attention's output only if the next linear layer needs it.
 
     Not counted: the MLP of the model's last layer, which computes only the few tokens that the head
-    reads; the second statistic of a LayerNorm; and, if no kernel supports a window or a soft cap,
-    masks (shared by all layers), the scores of a block of queries (at most 256 MiB), and another
-    copy of attention's output.
+    reads; the second statistic of a LayerNorm; and, if no kernel on a GPU supports a window or a
+    soft cap, masks (shared by all layers), the scores of a block of queries (at most 256 MiB), and
+    another copy of attention's output.
     """
     shape = shape.of_layer(layer + 1)
     h, f, _, _ = widths(shape)
@@ -239,9 +249,11 @@ def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, fl
     if shape.linear_attention is not None:
         projected, attended = mixer_widths(shape)
         return 0, projected + is_output_kept * attended
+    joined = is_output_kept or (shape.attention_output_gate and not is_last)
+    key_elements = key_width(shape, plan) + joined * joined_width(shape, plan, layer)
     if shape.gemma4 is not None:
-        return kept_of_gemma4(shape, plan, is_output_kept, _key_width(shape, plan))
-    heads, inner = float(shape.num_attention_heads), 2 * q + _key_width(shape, plan)
+        return kept_of_gemma4(shape, plan, is_output_kept, key_elements)
+    heads, inner = float(shape.num_attention_heads), 2 * q + key_elements
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
@@ -283,7 +295,7 @@ def _kept_of_latents(
     _, _, q, _ = widths(shape)
     norms = 1 + (latent.q_lora_rank is not None)
     heads = shape.num_attention_heads + norms * plan.tp
-    return heads, 2 * q + _key_width(shape, plan) + copied + latents * plan.tp
+    return heads, 2 * q + key_width(shape, plan) + copied + latents * plan.tp
 
 
 def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -352,22 +364,6 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     return rows * shape.hidden_size * size + FP32_BYTES * in_fp32
 
 
-def _key_width(shape: ModelShape, plan: Plan) -> float:
-    """Count the elements per token that attention keeps of keys and values.
-
-    If keys and values are copied for each query head (``equal_heads``, or heads that are too wide
-    for FlashAttention), attention computes one sequence or shared prefix at a time, and its output
-    is kept a second time, which counts here.
-    With context parallelism, a rank keeps only its own keys and values, and gathers those of other
-    ranks again in the backward pass.
-    """
-    _, _, q, kv = widths(shape)
-    copies = plan.equal_heads or has_no_kernel(shape, plan)
-    if plan.cp > 1 and not copies:
-        return 2 * kv
-    return 2 * q * plan.packs.kept_keys + q if copies else 2 * kv * plan.packs.kept_keys
-
-
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Estimate the most bytes that a rank needs in addition to ``activations`` at any moment.
 
@@ -423,20 +419,23 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the bytes that the backward pass of linear attention needs besides kept activations.
 
-    It is recomputed in fp32 for the whole pack, and needs ``elements_of_backward``. The activations
-    of the layer's MLP are already freed, so they are subtracted.
+    It is recomputed in fp32 for the whole pack, whose sequences are padded to whole chunks, and
+    needs ``elements_of_backward``, less in the last chunk of each sequence. The activations of the
+    layer's MLP are already freed, so they are subtracted.
     """
     of_layer = shape.of_layer(layer + 1)
     linear = of_layer.linear_attention
     if linear is None:
         return 0.0
-    elements = linear.elements_of_backward
+    chunks = math.ceil(plan.packs.tokens / plan.packs.sequences / CHUNK_TOKENS)
+    elements = linear.elements_of_backward - linear.elements_of_last_chunk / chunks
+    padding = chunks * CHUNK_TOKENS * plan.packs.sequences / plan.packs.tokens
     state = _state(shape, plan)
     _, inner = _kept_of_mixer(of_layer, plan, layer)
     of_mixer = inner * ELEMENT_BYTES[plan.precision] / plan.tp
     of_mixer += (1 + keeps_input(shape, plan, layer, "linear_qkv")) * state
     freed = _layer_bytes(shape, plan, layer) - of_mixer
-    return plan.tokens * (FP32_BYTES * elements / plan.tp + state - freed)
+    return plan.tokens * (FP32_BYTES * padding * elements / plan.tp + state - freed)
 
 
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -549,7 +548,7 @@ def _in_attention_layer(shape: ModelShape, plan: Plan, layer: int) -> float:
     """
     _, _, q, _ = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
-    attention_gradients = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
+    attention_gradients = (2 * q + keys_in_attention(shape, plan)) * size / plan.tp
     needed = attention_gradients + _state(shape, plan)
     if is_recomputed(shape, plan, layer):
         needed += _unrecomputed_layer_bytes(shape, plan, layer) - _state(shape, plan)
@@ -557,44 +556,7 @@ def _in_attention_layer(shape: ModelShape, plan: Plan, layer: int) -> float:
         # A Gemma 4 repeats attention alone, and not RoPE before it.
         repeated = q * size / plan.tp
         needed += attention_gradients if shape.gemma4 is None else repeated
-    return plan.tokens * needed + _in_attention(shape, plan)
-
-
-def _in_attention(shape: ModelShape, plan: Plan) -> float:
-    """Count the bytes that a call of attention's backward pass allocates besides its results.
-
-    On a GPU, one kernel computes a whole pack in 16 bits. It sums the gradients of queries in fp32,
-    and computes the gradients of keys and values for every query head (Dao 2023,
-    "FlashAttention-2", as implemented). On a CPU, a call computes one segment, and adds its
-    gradients to those of the pack. In a ring, a call computes one rank's part of the keys, and the
-    gradients of queries are summed over the calls in fp32.
-    """
-    _, _, q, kv = widths(shape)
-    size, packs = ELEMENT_BYTES[plan.precision], plan.packs
-    if packs.longest is not None:
-        key_tensors = 2 / plan.cp if plan.ring else 2
-        return packs.longest * (key_tensors + 1 / plan.cp) * q * size / plan.tp
-    if plan.precision is Precision.fp32:
-        return 0.0
-    keys = plan.tokens if plan.ring else packs.kept_keys * packs.tokens
-    in_fp32 = plan.tokens * FP32_BYTES * q * (2 if plan.ring else 1)
-    return (in_fp32 + 2 * q * size * keys * (kv < q)) / plan.tp
-
-
-def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
-    """Count the elements per token of keys, values and their gradients in the backward pass.
-
-    With context parallelism, the keys and values of the whole pack are gathered again. In a ring, a
-    rank holds the keys and values of two ranks, because it computes with one part while the next
-    part arrives. It holds three parts of the gradients: the part to which it adds, the part that it
-    has sent, and the part that arrives. With two ranks no further part arrives after the first.
-    """
-    _, _, _, kv = widths(shape)
-    if plan.cp == 1:
-        return _key_width(shape, plan)
-    if plan.ring:
-        return 2 * kv * (4 if plan.cp == 2 else 5)
-    return 4 * kv * plan.cp * plan.packs.kept_keys
+    return plan.tokens * needed + in_attention(shape, plan)
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:

@@ -64,6 +64,10 @@ def attend(
     The fourth of ``tensors`` has the logits ``[heads]`` of attention sinks, or is None.
     """
     query, key, value, sinks = tensors
+    if torch.is_grad_enabled():
+        # Autograd saves parts of this tensor. If they were views of the output of linear_qkv, all
+        # of that output would stay in memory until the backward pass.
+        value = value.contiguous()
     attend_segment = _choose_segment_kernel(case)
     parts = segments.queries
     queries, keys, values = (
@@ -296,15 +300,16 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
 
 
 def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
-    """Make a mask ``[queries, keys]``: bool for SDPA on a CPU and for explicit scores, else float.
+    """Make a mask ``[queries, keys]``: bool for explicit scores, else float.
 
     A float mask is added to the scores.
 
-    From a bool mask SDPA would make a float mask again in each layer, and save it for the backward
-    pass. The rows' stride is a multiple of 16, or the memory-efficient kernel would copy the mask.
+    From a bool mask SDPA would make a float mask again for each segment in each layer, and save it
+    for the backward pass. The rows' stride is a multiple of 16, or the memory-efficient kernel
+    would copy the mask.
     """
     sees = _visibility_mask(queries, keys, case.scores.window, device)
-    if case.scores.soft_cap is not None or (case.device == "cpu") != case.scores.has_sinks:
+    if case.scores.soft_cap is not None or (case.device != "cpu" and case.scores.has_sinks):
         return sees
     apart = -(-keys // 16) * 16
     added = torch.full((queries, apart), -torch.inf, dtype=case.dtype, device=device)

@@ -94,6 +94,14 @@ class LinearAttentionShape:
         elements += 6 * self.value_width + CHUNK_TOKENS * (5 * heads + 2 * self.num_key_heads)
         return elements + heads * (6 * k + 2 * k * v / CHUNK_TOKENS) + 2 * self.num_key_heads * k
 
+    @property
+    def elements_of_last_chunk(self) -> float:
+        """Number of elements per token that the last chunk of a sequence has less than others.
+
+        The fit of ``elements_of_backward`` includes them.
+        """
+        return 0.0
+
     def check_fits(self, tp: int) -> None:
         """Check that tensor parallelism splits the key heads evenly.
 
@@ -144,12 +152,22 @@ class Mamba2Shape(LinearAttentionShape):
     def elements_of_backward(self) -> float:
         """Number of fp32 elements per token that exist at once in the backward pass.
 
-        With heads of 16 channels or more, most exist during the backward pass of the gates: 16
-        tensors as wide as they are, and fewer of other kinds.
+        With heads of 16 channels or more, most exist when the gates are computed again: 15 tensors
+        as wide as they are, and fewer of other kinds.
         """
         k, heads, groups = self.key_head_dim, self.num_value_heads, self.num_key_heads
-        elements = 16 * self.value_width + CHUNK_TOKENS * (2 * heads + groups) + 8 * groups * k
+        elements = 15 * self.value_width + CHUNK_TOKENS * (2 * heads + groups) + 8 * groups * k
         return elements + heads * (2 * k + 8 + k * self.value_head_dim / CHUNK_TOKENS)
+
+    @property
+    def elements_of_last_chunk(self) -> float:
+        """Number of elements per token that the last chunk of a sequence has less than others.
+
+        No chunk reads the state behind it, so the state and the copy of the values that its matmul
+        reads are freed.
+        """
+        states = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return self.value_width + states / CHUNK_TOKENS
 
     def parameters(self, hidden_size: int) -> tuple[int, int]:
         matrices = hidden_size * (self.projection_width + self.value_width)
