@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.config.serving import ServerConfig
 from tests.docs.pages import blocks
 from tests.harness.launching import ROOT, free_port
