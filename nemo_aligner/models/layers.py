@@ -308,7 +308,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     @property
     def is_kernels(self) -> bool:
         """True if ``kernels.c`` computes this norm now, for inputs that the C file supports."""
-        return not self.training and self._dtype in kernels.FLOATS
+        is_supported = self._dtype in kernels.FLOATS and self.weight.dtype in kernels.FLOATS
+        return not self.training and is_supported
 
     def _factors(self) -> Tensor:
         return self.weight.float() + self._offset if self._offset else self.weight
