@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,13 @@ from nemo_aligner.utils.processes import show_command
 from tests.harness.launching import ROOT
 
 Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def same_log_level(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Restore the level of a server's log, which ``--debug`` sets, for the tests that follow."""
+    with caplog.at_level(logging.NOTSET, "nemo_aligner.serving"):
+        yield
 
 
 def options_of(*argv: str) -> argparse.Namespace:
@@ -89,10 +96,9 @@ def test_request_that_a_server_refuses_is_in_its_log_with_debug(
         failure_of(DataError("got a"))
         return 0
 
-    with caplog.at_level(logging.NOTSET, "nemo_aligner.serving"):
-        for more, told in ((), False), (("--debug",), True):
-            assert run_verb(serve, options_of(*more)) == 0
-            assert ("DataError: got a" in caplog.text) is told
+    for more, told in ((), False), (("--debug",), True):
+        assert run_verb(serve, options_of(*more)) == 0
+        assert ("DataError: got a" in caplog.text) is told
 
 
 def test_error_that_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) -> None:
