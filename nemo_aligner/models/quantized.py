@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -240,12 +241,18 @@ def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
     return codes
 
 
+# The tables are made once for each device: a weight reads them in every matmul, and to copy them to
+# a GPU each time would make the host wait.
+
+
+@cache
 def _nf4_pairs(device: torch.device) -> Tensor:
     """Return ``[256, 2]`` fp32: the two values that each byte stands for."""
     table = torch.tensor(_NF4, device=device)
     return torch.cartesian_prod(table, table)
 
 
+@cache
 def _dynamic_table(device: torch.device) -> Tensor:
     """Return the 256 values of signed dynamic 8-bit quantization, in ascending order.
 
