@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.cli.parser import (
     Parser,
     above_0,
+    add_processes,
     fraction,
     names,
     positive,
@@ -447,10 +448,7 @@ def label_parser() -> Parser:
             flag, type=positive, default=1, metavar="N",
             help=f"as model.{name}_model_parallel_size (default: 1)",
         )  # fmt: skip
-    parser.add_argument(
-        "--processes", type=positive, metavar="N",
-        help="ranks to start on this machine, one per GPU (on several nodes: torchrun, srun)",
-    )  # fmt: skip
+    add_processes(parser)
     parser.add_argument(
         "--token-variable", metavar="NAME",
         help="environment variable with the bearer token of the servers",

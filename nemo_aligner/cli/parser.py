@@ -174,10 +174,7 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
     # This default is also for verbs without --processes: ``starts_ranks`` reads ``processes``.
     parser.set_defaults(processes=None)
     if has_ranks:
-        parser.add_argument(
-            "--processes", type=positive, metavar="N",
-            help="ranks to start on this machine, one per GPU (on several nodes: torchrun, srun)",
-        )  # fmt: skip
+        add_processes(parser)
     parser.add_argument(
         "--config", type=Path, metavar="FILE",
         help="YAML file with settings, or the name of one in the package",
@@ -187,6 +184,14 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
     )
     settings.completer = lambda prefix, **unused: complete_setting(prefix, schema)
     return parser
+
+
+def add_processes(parser: Parser) -> None:
+    """Add the option ``--processes``, which ``starts_ranks`` reads."""
+    parser.add_argument(
+        "--processes", type=positive, metavar="N",
+        help="ranks to start on this machine, one per GPU (on several nodes: torchrun, srun)",
+    )  # fmt: skip
 
 
 def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence[str] = ()) -> T:

@@ -22,7 +22,8 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
-from nemo_aligner.data.records import Origin, Record, label_rows, teacher_rewards
+from nemo_aligner.data.formats.teacher import teacher_rewards
+from nemo_aligner.data.records import Origin, Record, label_rows
 from nemo_aligner.data.report import FileReport, find_contradicted, find_members
 from nemo_aligner.data.token_index import (
     FileIndex,

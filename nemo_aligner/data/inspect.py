@@ -23,16 +23,15 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
+from nemo_aligner.data.formats.teacher import count_teachers
 from nemo_aligner.data.label_summary import LabelSummary, SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
 from nemo_aligner.data.records import (
     Comparison,
     Record,
-    count_teachers,
     label_rows,
     principle_key,
     short_hash,
-    teacher_rewards,
     text_names,
     verdict_keys,
 )
@@ -154,11 +153,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         principles=count_principles(
             np.array([principle_key(record) for record in file.records], dtype=np.uint64)
         ),
-        soft_labels=SoftLabelSummary.of(
-            np.cumsum([0, *(len(record.texts) for record in file.records)]),
-            np.array([rank for record in file.records for rank in record.ranks]),
-            teacher_rewards(file.records),
-        ),
+        soft_labels=SoftLabelSummary.of_records(file.records),
         teachers=count_teachers(file.records),
     )
     prompt_table = Prompts.of(file.path, file.records)
@@ -173,7 +168,7 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
     A token index also counts them, but compares tokens; here texts are compared.
     """
     contents = (
-        repr((record.texts, record.ranks, *label_rows(record), *_teacher(record)))
+        repr((record.texts, record.ranks, *label_rows(record), *record.teacher_rewards))
         for record in records
     )
     # Compare hashes, because a set of the texts would double the memory.
@@ -185,10 +180,6 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
         "duplicates": len(records) - len(different),
         "contradicted": int(find_contradicted(keys, counts, [np.unique(keys)]).sum()),
     }
-
-
-def _teacher(record: Record) -> tuple[float, ...]:
-    return record.teacher_rewards if isinstance(record, Comparison) else ()
 
 
 def render_record(record: Record, options: Inspection) -> str:

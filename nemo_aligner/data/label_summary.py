@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.batch.pairs import pair_rows
+from nemo_aligner.data.formats.teacher import teacher_rewards
+from nemo_aligner.data.records import Record
 
 # Bounds of the bins of the probabilities that a report counts.
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -77,18 +79,27 @@ class SoftLabelSummary:
     bins: tuple[float, ...]
 
     @classmethod
+    def of_records(cls, records: Sequence[Record]) -> SoftLabelSummary | None:
+        """Summarize the teacher's rewards of records; None if no record has any."""
+        return cls.of(
+            np.cumsum([0, *(len(record.texts) for record in records)]),
+            np.array([rank for record in records for rank in record.ranks]),
+            teacher_rewards(records),
+        )
+
+    @classmethod
     def of(
-        cls, sample_bounds: np.ndarray, ranks: np.ndarray, teacher_rewards: np.ndarray
+        cls, sample_bounds: np.ndarray, ranks: np.ndarray, rewards: np.ndarray
     ) -> SoftLabelSummary | None:
-        """Summarize ``teacher_rewards [Q]``; None if they are empty or all NaN.
+        """Summarize a teacher's ``rewards [Q]``; None if they are empty or all NaN.
 
         ``sample_bounds [N + 1]`` and ``ranks [Q]`` are those of ``Records``.
         """
-        has_reward = ~np.isnan(teacher_rewards)
+        has_reward = ~np.isnan(rewards)
         if not has_reward.any():
             return None
         pairs = pair_rows(torch.from_numpy(sample_bounds), torch.from_numpy(ranks))
-        better, worse = pairs.of(torch.from_numpy(teacher_rewards).double())
+        better, worse = pairs.of(torch.from_numpy(rewards).double())
         chances = torch.sigmoid(better - worse).numpy()
         chances = chances[~np.isnan(chances)]
         count = len(chances)

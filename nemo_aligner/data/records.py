@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
@@ -22,8 +21,6 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 from unicodedata import category
 from uuid import UUID
-
-import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import (
@@ -151,6 +148,15 @@ class Rating:
         """The rank of the only sample, 0, so that code can read ranks of any kind of record."""
         return (0,)
 
+    @property
+    def teacher_rewards(self) -> tuple[float, ...]:
+        """Empty, because teachers reward the samples of comparisons."""
+        return ()
+
+    @property
+    def teacher(self) -> str:
+        return ""
+
 
 Record: TypeAlias = Comparison | Rating
 
@@ -180,25 +186,6 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
     """
     steps = record.steps if isinstance(record, Rating) else None
     return [record.labels] if steps is None else steps
-
-
-def teacher_rewards(records: Sequence[Record]) -> np.ndarray:
-    """Collect the reward that a teacher gives each sample: ``[Q]`` float32, NaN where none does."""
-    missing = float("nan")
-    rewards = [
-        reward
-        for record in records
-        for reward in (isinstance(record, Comparison) and record.teacher_rewards)
-        or (missing,) * len(record.texts)
-    ]
-    return np.array(rewards, dtype=np.float32)
-
-
-def count_teachers(records: Iterable[Record]) -> Counter[str]:
-    """Count the records by the JSON of their field ``teacher``; those without it do not count."""
-    return Counter(
-        record.teacher for record in records if isinstance(record, Comparison) and record.teacher
-    )
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:

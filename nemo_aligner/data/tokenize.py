@@ -26,6 +26,7 @@ from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringCo
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import EncodedRecord, encode_record, keep_usable
 from nemo_aligner.data.files import Block
+from nemo_aligner.data.formats.teacher import count_teachers, teacher_rewards
 from nemo_aligner.data.readers import FileRules
 from nemo_aligner.data.records import (
     Comparison,
@@ -33,12 +34,10 @@ from nemo_aligner.data.records import (
     Rating,
     Record,
     better_and_worse,
-    count_teachers,
     lengths_of_rewards,
     principle_key,
     prompt_hash,
     short_hash,
-    teacher_rewards,
     verdict_keys,
 )
 from nemo_aligner.utils.errors import DataError
@@ -241,7 +240,7 @@ def _hash_record(item: _TokenizedRecord) -> int:
     facts = repr((record.labels, record.ranks, [len(ids) for ids in item.sequences]))
     if isinstance(record, Rating) and record.steps is not None:
         facts += repr(record.steps)
-    if isinstance(record, Comparison) and record.teacher_rewards:
+    if record.teacher_rewards:
         facts += repr(record.teacher_rewards)
     return short_hash(facts.encode(), *(ids.tobytes() for ids in item.sequences))
 

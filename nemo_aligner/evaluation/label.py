@@ -338,7 +338,7 @@ def _write(
         DataError: no record is left to write.
     """
     lines: list[str] = []
-    labels: list[tuple[Comparison, np.ndarray]] = []
+    labels: list[Comparison] = []
     counts = {"not scored": 0, "not confident": 0, "reordered": 0}
     for (record, rewards), objects in zip(labelled.by_record(), rows, strict=True):
         if np.isnan(rewards).any():
@@ -347,13 +347,12 @@ def _write(
         if options.keep_confident is not None and confidence(rewards) < options.keep_confident:
             counts["not confident"] += 1
             continue
-        means = rewards.mean(axis=0)
         first = _label(objects[0], record, rewards, labelled.abouts)
         if options.pseudo_labels:
             keys = options.reading.pair_keys or PairKeys()
             first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
             counts["reordered"] += is_reordered
-        labels.append((record, means))
+        labels.append(replace(record, teacher_rewards=tuple(rewards.mean(axis=0).tolist())))
         lines += [json.dumps(row, ensure_ascii=False) for row in (first, *objects[1:])]
     if not lines:
         raise DataError(f"{labelled.file.path}: no record is left to write: {counts}")
@@ -374,7 +373,7 @@ def _label(
     labelled = {**row, TEACHER_REWARDS: _shortest(means), TEACHER: abouts}
     labelled.pop(TEACHER_SPREAD, None)
     if len(rewards) > 1 and len(record.texts) == 2:
-        labelled[TEACHER_SPREAD] = float(_spread(rewards))
+        labelled[TEACHER_SPREAD] = _spread(rewards)
     return labelled
 
 
@@ -432,7 +431,7 @@ def _other_side(key: str, keys: PairKeys) -> str:
 
 def _render_report(
     labelled: _Labelled,
-    labels: Sequence[tuple[Comparison, np.ndarray]],
+    labels: Sequence[Comparison],
     counts: dict[str, int],
     written: str,
 ) -> str:
@@ -446,11 +445,7 @@ def _render_report(
         )
     parts = [f"{count} {name}" for name, count in shown.items() if count]
     lines.append(fit_row("  records", ", ".join(parts), 28))
-    summary = SoftLabelSummary.of(
-        np.cumsum([0, *(len(record.texts) for record, _ in labels)]),
-        np.array([rank for record, _ in labels for rank in record.ranks]),
-        np.concatenate([means for _, means in labels]).astype(np.float32),
-    )
+    summary = SoftLabelSummary.of_records(labels)
     assert summary is not None  # every record that is written has rewards
     lines += [fit_row(f"  {name}", value, 28) for name, value in summary.render_rows()]
     for about in labelled.abouts:

@@ -143,13 +143,15 @@ class RewardArchive:
         names = [key for key in self.store.tensors if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
 
-    def read(self, rule: Rule, layer: int | None) -> Tensor:
+    def read(self, rule: Rule, layer: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """Read the unsharded Megatron tensor of a rule, with LoRA folded in.
 
-        ``layer`` is the layer's number, from 0 on; None outside the layers.
+        ``layer`` is the layer's number, from 0 on; None outside the layers. The result has
+        ``dtype``, or that of the archive.
         """
         key = megatron_key(rule, layer, is_stacked=self.is_stacked)
         data = self.store.read(key, layer if self.is_stacked else None)
+        data = data.to(dtype or data.dtype)
         matrices = self._read_lora(rule, layer)
         if matrices is None or self.lora is None:
             return data
@@ -161,11 +163,7 @@ class RewardArchive:
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
         rule = self._rule_of(name, layer)
-        data = replace(self, lora=None).read(rule, layer).float()
-        matrices = self._read_lora(rule, layer)
-        if matrices is not None and self.lora is not None:
-            data = fold_into_weight(data, matrices[1], matrices[0], self.lora.scale)
-        return self.join(rule, self.split(rule, data))
+        return self.join(rule, self.split(rule, self.read(rule, layer, torch.float32)))
 
     def _rule_of(self, name: str, layer: int | None) -> Rule:
         (rule,) = (

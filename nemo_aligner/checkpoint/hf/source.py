@@ -466,7 +466,7 @@ def split_fused_experts(
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
         names = (prefix + _FUSED.get(rule.megatron, ""), _FIRST_EXPERT.sub(r"\1", rule.hf[0]))
-        # Not for gpt-oss, whose rules expect the fused tensors.
+        # Not for gpt-oss and Gemma 4, whose rules expect the fused tensors.
         for fused in [split.pop(name) for name in names if name in split.keys() - set(rule.hf)]:
             split |= _split_fused(fused, rule.hf)
         if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in split:

@@ -18,7 +18,7 @@ def verify_folder(root: Path, is_needed: Callable[[PurePosixPath], bool]) -> Non
 
     Files that ``is_needed`` does not accept are skipped.
     """
-    if not (root / CHECKSUMS_NAME).is_file():
+    if not has_checksums(root):
         return
     try:
         names = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]

@@ -44,13 +44,16 @@ def _parse_nemo_rl_preference(
         )
         for number, item in enumerate(completions)
     ]
-    ranks = [_read_rank(item["rank"], number) for number, item in enumerate(completions)]
+    ranks = [
+        _read_rank(item["rank"], f"completions[{number}].rank")
+        for number, item in enumerate(completions)
+    ]
     return rank_samples(texts, ranks, origin, read_pair_labels(value, columns))
 
 
-def _read_rank(rank: object, number: int) -> int:
+def _read_rank(rank: object, name: str) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise DataError(f"completions[{number}].rank: got {rank!r:.60}, wanted a whole number")
+        raise DataError(f"{name}: got {rank!r:.60}, wanted a whole number")
     return rank
 
 
@@ -243,9 +246,7 @@ def _parse_responses(
         read_conversation(value["prompt"], response, f"responses[{number}]")
         for number, response in enumerate(responses)
     ]
-    for number, rank in enumerate(ranks):
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise DataError(f"ranks[{number}]: got {rank!r:.60}, wanted a whole number")
+    ranks = [_read_rank(rank, f"ranks[{number}]") for number, rank in enumerate(ranks)]
     return rank_samples(texts, ranks, origin, read_pair_labels(value, columns))
 
 

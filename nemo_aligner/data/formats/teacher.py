@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from nemo_aligner.data.formats.base import Fields, WantedLabels, read_label
 from nemo_aligner.data.records import Comparison, Record
@@ -100,3 +104,22 @@ def _rewards_of_probability(value: object, record: Comparison) -> tuple[float, .
     if probability in (0.0, 1.0):
         return (_CERTAIN if probability else -_CERTAIN, 0.0)
     return (math.log(probability) - math.log1p(-probability), 0.0)
+
+
+# A teacher's opinion on all records of a file.
+
+
+def teacher_rewards(records: Sequence[Record]) -> np.ndarray:
+    """Collect the reward that a teacher gives each sample: ``[Q]`` float32, NaN where none does."""
+    missing = float("nan")
+    rewards = [
+        reward
+        for record in records
+        for reward in record.teacher_rewards or (missing,) * len(record.texts)
+    ]
+    return np.array(rewards, dtype=np.float32)
+
+
+def count_teachers(records: Iterable[Record]) -> Counter[str]:
+    """Count the records by the JSON of their field ``teacher``; those without it do not count."""
+    return Counter(record.teacher for record in records if record.teacher)
