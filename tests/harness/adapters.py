@@ -36,7 +36,7 @@ def write_adapter_nemo(
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,
         regression=RegressionConfig(attributes=list(attributes)),
-        data=DataConfig(seq_length=64, **data),
+        data=DataConfig(seq_length=128, **data),
     )
     count, precision = len(attributes), Precision.fp32
     loaded = load_pretrained(base, layout, num_attributes=count, precision=precision, lora=lora)
