@@ -24,7 +24,7 @@ from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import CheckpointError
-from tests.harness import tiny
+from tests.harness import families, tiny
 from tests.harness.adapters import ALL, write_adapter_nemo, write_adapters
 from tests.harness.once import Once
 from tests.models.shared_bodies import LAYOUTS, compare, load
@@ -129,6 +129,20 @@ def test_quantized_body_is_shared(
     assert layers[0].keys() == layers[1].keys()
     assert bool(layers[0]) is stays_quantized
     assert all(layers[1][name].stored is layer.stored for name, layer in layers[0].items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_small"])
+def test_experts_and_buffers_are_shared(
+    family: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    base = families.write_base_nemo(tmp_path / "base.nemo", family)
+    paths = [
+        write_adapter_nemo(tmp_path / f"{seed}.nemo", base, layout, lora, seed=seed)
+        for seed, lora in enumerate((LORA, LoraShape(2, 4.0, ("linear_fc1",))))
+    ]
+    found = compare(paths, layout)
+    assert found["is_equal"] == [True, True]
+    assert found["shared"][1] > 0
 
 
 def test_other_bodies_are_not_shared(
