@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
@@ -276,6 +277,9 @@ class ServeConfig:
     rm_model_file: str | None = setting(
         None, "reward model: a .nemo file, or a Hugging Face folder or name"
     )
+    models: dict[str, str] = setting(
+        {}, "more reward models, by name; LoRA adapters of one base share its weights"
+    )
     expect_contract: str | None = setting(
         None, "reject a model whose scoring contract has another hash"
     )
@@ -292,6 +296,27 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _check_ring(self)
+        with Checks("", self) as checks:
+            are_names = all(map(_MODEL_NAME.fullmatch, self.models))
+            checks.require(
+                are_names and self.models.keys().isdisjoint(_TAKEN_NAMES),
+                "models",
+                "names of letters, digits and -_. that begin with a letter or digit, and none of "
+                + ", ".join(_TAKEN_NAMES),
+            )
+            # Its rules name attributes and keep statistics, which are those of one model.
+            is_plain = not self.ensemble.files and self.shaping == ShapingConfig()
+            checks.require(
+                is_plain or not self.models,
+                "models",
+                "none with shaping or ensemble.files, which are for a server of one model",
+            )
+
+
+# Names of models on a server, which are parts of a URL's path.
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# The main model, its second endpoint, and a path of KServe v2.
+_TAKEN_NAMES = ("reward_model", "contract", "stats")
 
 
 def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:

@@ -17,7 +17,8 @@ after the other) goes through it:
 
 Modules for optional features and for compatibility: ``cuda_graphs.py`` with ``fixed_sizes.py``
 (CUDA graphs of the decoder), ``activation_offload.py`` (activations in host memory), ``offload.py``
-(an idle model in host memory), and ``internals.py`` (private names of torch and megatron-core).
+(an idle model in host memory), ``shared_body.py`` (one body in several models), and
+``internals.py`` (private names of torch and megatron-core).
 """
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -80,7 +80,7 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_module("adapter", None)
-        _free_if_quantized(self)
+        _free_if_replaced(self)
 
     def forward(
         self, input_: Tensor, *args: Any, context: PackContext | None = None, **options: Any
@@ -134,7 +134,7 @@ class RowLinear(RowParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_module("adapter", None)
-        _free_if_quantized(self)
+        _free_if_replaced(self)
 
     def forward(
         self, input_: Tensor, context: PackContext | None = None
@@ -172,13 +172,17 @@ class RowLinear(RowParallelLinear):
         return entries
 
 
-def _free_if_quantized(layer: Any) -> None:
-    """Free a new weight's memory, if ``quantized_layers.py`` is going to replace the weight.
+def _free_if_replaced(layer: Any) -> None:
+    if getattr(layer.config, "frees_weights", False):
+        free_weight(layer)
+
+
+def free_weight(layer: Any) -> None:
+    """Free the memory of a new weight that ``quantized_layers`` or ``shared_body`` will replace.
 
     The weight keeps its shape, dtype and device.
     """
-    if getattr(layer.config, "frees_weights", False):
-        layer.weight.data = layer.weight.data.new_zeros(1).expand(layer.weight.shape)
+    layer.weight.data = layer.weight.data.new_zeros(1).expand(layer.weight.shape)
 
 
 def _shard_adapter(

@@ -30,6 +30,8 @@ class QuantizedLayer:
         why_not_graphed: why no CUDA graph runs these layers.
         is_dequantized: the checkpoint to load has dequantized values, so the weight is packed
             without changing a value; otherwise it is quantized.
+        stored: the quantized weight, or a dense one if it cannot be packed without changing a
+            value; None before it is loaded.
     """
 
     is_dequantized = False
@@ -37,8 +39,7 @@ class QuantizedLayer:
     _precision: BasePrecision
     _size: torch.Size
     _dtype: torch.dtype
-    # A dense weight is kept if it cannot be packed without changing a value.
-    _stored: QuantizedWeight | Tensor | None = None
+    stored: QuantizedWeight | Tensor | None = None
 
     def set_up(self, outline: Tensor, precision: BasePrecision) -> None:
         """Prepare for a weight of the shape and dtype of ``outline``, to be quantized."""
@@ -46,17 +47,17 @@ class QuantizedLayer:
 
     def release_weight(self) -> Tensor:
         """Return the dequantized weight, and free the quantized one."""
-        weight, self._stored = self.weight, None
+        weight, self.stored = self.weight, None
         return weight
 
     @property
     def weight(self) -> Tensor:
         """The dequantized weight of this rank ``[out, in]``, computed anew at each access."""
-        if isinstance(self._stored, QuantizedWeight):
-            return self._stored.dequantize()
-        if self._stored is None:
+        if isinstance(self.stored, QuantizedWeight):
+            return self.stored.dequantize()
+        if self.stored is None:
             raise RuntimeError("a quantized layer has no weight yet; load a checkpoint first")
-        return self._stored
+        return self.stored
 
     @property
     def weight_shape(self) -> torch.Size:
@@ -66,9 +67,9 @@ class QuantizedLayer:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the stored weight; 0 before it is loaded."""
-        if isinstance(self._stored, QuantizedWeight):
-            return self._stored.num_bytes
-        return 0 if self._stored is None else self._stored.nbytes
+        if isinstance(self.stored, QuantizedWeight):
+            return self.stored.num_bytes
+        return 0 if self.stored is None else self.stored.nbytes
 
     @torch.no_grad()
     def store_weight(self, weight: Tensor) -> None:
@@ -76,10 +77,10 @@ class QuantizedLayer:
         layer: Any = self
         options = {"splits_inputs": isinstance(self, RowLinear), "group": layer.tp_group}
         if not self.is_dequantized:
-            self._stored = quantize(weight, self._precision, **options)
+            self.stored = quantize(weight, self._precision, **options)
             return
         packed = pack(weight, self._precision, **options)
-        self._stored = weight.detach().clone() if packed is None else packed
+        self.stored = weight.detach().clone() if packed is None else packed
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> Any:
         layer: Any = self
@@ -161,6 +162,15 @@ def use_dense_layer(layer: Any, convert: Callable[[Tensor], Tensor]) -> None:
     weight = convert(layer.release_weight())
     layer.__class__ = type(layer).__mro__[2]
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def share_weight(layer: Any, other: Any) -> None:
+    """Let a quantized layer use the weight of ``other``, which may be dense by now."""
+    if isinstance(other, QuantizedLayer):
+        layer.stored = other.stored
+    else:
+        layer.__class__ = type(other)
+        layer.weight = other.weight
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:

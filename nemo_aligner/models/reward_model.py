@@ -426,6 +426,7 @@ def build_reward_model(
     reply_marker: tuple[int, ...] | None = None,
     lora_dropout: LoraDropout | None = None,
     pointwise_kernels: PointwiseChoice | None = None,
+    frees_body: bool = False,
 ) -> GPTRewardModel:
     """Build this rank's shard of a reward model, with a new head and an uninitialised backbone.
 
@@ -436,6 +437,7 @@ def build_reward_model(
         seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
         pointwise_kernels: implementation of norms, SwiGLU and RoPE; None chooses the default.
+        frees_body: free the weights of linear layers at once, because ``share_body`` replaces them.
 
     Raises:
         ConfigError: the layout does not divide the model, or the kernels cannot run here.
@@ -443,7 +445,8 @@ def build_reward_model(
     kernels = choose_kernels(pointwise_kernels)
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
-    config.frees_weights = shape.lora is not None and shape.lora.base_precision is not None
+    is_quantized = shape.lora is not None and shape.lora.base_precision is not None
+    config.frees_weights, config.frees_experts = is_quantized or frees_body, frees_body
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)

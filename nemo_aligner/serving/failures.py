@@ -37,7 +37,8 @@ class FailureKind(Enum):
     """
 
     # Kinds that the sender must correct: fix the request (bad_request), send the right token
-    # (unauthorized), or send a smaller request (too_large).
+    # (unauthorized), name a model of the server (unknown_model), or send a smaller request
+    # (too_large).
     bad_request = (
         400,
         (422,),
@@ -48,6 +49,7 @@ class FailureKind(Enum):
         "skip",
     )
     unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
+    unknown_model = (404, (), "INVALID_ARG", "NotFoundError", "Validation", None, "fail")
     too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
     # A judge or function next to the model has no score for the row, and would have none again.
     unscored = (400, (), "INVALID_ARG", "BadRequestError", "Validation", "judge_failed", "skip")

@@ -18,6 +18,7 @@ from nemo_aligner.serving.composed import ComposedService
 from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
+from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.parts import FunctionPart, JudgePart, Part
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.scoring import ScoringService
@@ -52,7 +53,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
         ready.write(url)
         print(f"Gateway at {url} (pid {os.getpid()})", flush=True)
 
-    front = Front(service, endpoints, settings, token, service.statistics)
+    front = Front([HostedModel(service, endpoints)], endpoints, settings, token, service.statistics)
     server = FrontServer(front, settings, announce, ready.remove)
     if config.backends:
         print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)

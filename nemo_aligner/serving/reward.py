@@ -26,6 +26,7 @@ from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.intake import EncodedRequest, Intake, answer_of
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import (
     ScoringService,
     TemplateParts,
@@ -35,7 +36,7 @@ from nemo_aligner.serving.scoring import (
 from nemo_aligner.utils.host_transfer import Arriving
 
 _COMPUTE = "compute rewards"
-# The name that answers of ``probe`` and ``statistics`` give this server.
+# The name that answers of ``probe`` and ``statistics`` give this server's main model.
 _LOCAL = "local"
 
 
@@ -43,7 +44,8 @@ _LOCAL = "local"
 class RewardBackend:
     """The scorer of a rank, for serving.
 
-    ``prepare`` is called before each forward pass, e.g. to move the weights to the GPU.
+    ``prepare`` is called before each forward pass, e.g. to move the weights to the GPU. ``name`` is
+    that of the model.
     """
 
     scorer: TokenScorer
@@ -51,12 +53,19 @@ class RewardBackend:
     shaper: RewardShaper | None = None
     prepare: Callable[[], None] = lambda: None
     template_parts: TemplateParts = field(default_factory=TemplateParts)
+    name: str = MODEL_NAME
+
+    @property
+    def operation(self) -> str:
+        """The name of the model's forward pass among the operations of all ranks."""
+        return _COMPUTE if self.name == MODEL_NAME else f"{_COMPUTE} of {self.name}"
 
     @property
     def operations(self) -> Mapping[str, Operation]:
         # A Launch returns before the device has finished, so that the host can plan the next call;
         # without a GPU, this gains nothing.
-        return {_COMPUTE: Launch(self._begin) if torch.cuda.is_available() else self._compute}
+        compute = Launch(self._begin) if torch.cuda.is_available() else self._compute
+        return {self.operation: compute}
 
     def reset_cache(self) -> None:
         self.scorer.reset_cache()
@@ -66,7 +75,7 @@ class RewardBackend:
             self.shaper.check_file()
         # Run a first forward pass before the server reports that it is ready: it is slow, and shows
         # whether the model works.
-        ranks.execute(_COMPUTE, [Row.of([0])])
+        ranks.execute(self.operation, [Row.of([0])])
         return LocalService(self, ranks)
 
     def _compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -81,7 +90,7 @@ class LocalService(ScoringService):
     """Scores requests with the model of this server; it is the ``Service`` on rank 0."""
 
     def __init__(self, backend: RewardBackend, ranks: ModelRanks) -> None:
-        super().__init__(backend.config)
+        super().__init__(backend.config, backend.name)
         scorer, shaper = backend.scorer, backend.shaper
         self._scorer, self._shaper, self._config = scorer, shaper, backend.config
         self._parts = backend.template_parts
@@ -102,12 +111,15 @@ class LocalService(ScoringService):
             needs_lengths=shaper is not None and shaper.needs_lengths,
         )
         self._batcher = Batcher(
-            partial(ranks.submit, _COMPUTE),
+            partial(ranks.submit, backend.operation),
             scorer.tokens_per_call,
             self._intake.meter,
             backend.config.max_call_secs,
         )
         self._reported_cached = 0
+        is_main = self.model_name == MODEL_NAME
+        self._server_name = _LOCAL if is_main else self.model_name
+        self._line_prefix = "" if is_main else f"{self.model_name}: "
 
     # The methods of the ScoringService interface follow.
 
@@ -131,13 +143,13 @@ class LocalService(ScoringService):
         return self._contract
 
     async def probe(self) -> dict[str, str | None]:
-        return {_LOCAL: None}
+        return {self._server_name: None}
 
     async def statistics(self) -> dict[str, dict[str, float]]:
         """Return this server's counts since its start, e.g. of requests, and its queue length."""
         counts = self._scorer.counts
         return {
-            _LOCAL: {
+            self._server_name: {
                 **self._intake.meter.statistics(),
                 "computed_tokens": counts.computed,
                 "cached_tokens": counts.cached,
@@ -241,7 +253,7 @@ class LocalService(ScoringService):
             lines.append(
                 f"Prefix cache: {tokens:,} tokens{of_states}, {size:,.0f} MiB on each rank"
             )
-        return lines
+        return [self._line_prefix + line for line in lines]
 
     def report(self) -> str | None:
         cached = self._scorer.counts.cached
@@ -249,7 +261,7 @@ class LocalService(ScoringService):
             self._batcher.waiting_rows, cached - self._reported_cached
         )
         self._reported_cached = cached
-        return line
+        return None if line is None else self._line_prefix + line
 
     def stop(self) -> None:
         if self.rows_in_flight:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.models.shared_body import Bodies
 from nemo_aligner.serving.critic import CriticBackend
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
 from nemo_aligner.serving.server import ServerSocket, serve
@@ -46,7 +50,7 @@ def run_server(config: ServeConfig) -> int:
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
     files = [config.rm_model_file, *config.ensemble.files]
-    for file in files:
+    for file in [*files, *config.models.values()]:
         check_exists(file)
     _check_fingerprint(files, config.expect_fingerprint)
     check_expected_contract(files[0], config.precision, config.expect_contract, "expect_contract")
@@ -54,13 +58,47 @@ def run_server(config: ServeConfig) -> int:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
-        models = [_load_model(file, config, layout, precision=config.precision) for file in files]
-        scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
-        contracts = [model.contract for model in models]
+        bodies: Bodies = {}
+        load = partial(_load_model, config=config, layout=layout, precision=config.precision)
+        members = [load(file, bodies=bodies) for file in files]
+        scorer = RewardEnsemble(members) if len(members) > 1 else members[0]
+        contracts = [member.contract for member in members]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        parts = TemplateParts(models[0].turn_end(), models[0].sample_frame())
-        backend = RewardBackend(scorer, config.server, shaper, template_parts=parts)
-        return serve([backend], config.server, port)
+        backend = RewardBackend(
+            scorer, config.server, shaper, template_parts=_template_parts(members[0])
+        )
+        more = {name: load(file, bodies=bodies) for name, file in config.models.items()}
+        for line in _describe_sharing({MODEL_NAME: members[0], **more}):
+            say(line)
+        backends = [backend, *(_host(name, model, config) for name, model in more.items())]
+        return serve(backends, config.server, port)
+
+
+def _template_parts(scorer: RewardScorer) -> TemplateParts:
+    return TemplateParts(scorer.turn_end(), scorer.sample_frame())
+
+
+def _host(name: str, scorer: RewardScorer, config: ServeConfig) -> RewardBackend:
+    """Return the backend of a further model; its log of the highest rewards has a separate file."""
+    server, log = config.server, config.server.top_rewards_file
+    if log is not None:
+        path = Path(log)
+        server = replace(server, top_rewards_file=str(path.with_stem(f"{path.stem}-{name}")))
+    return RewardBackend(scorer, server, template_parts=_template_parts(scorer), name=name)
+
+
+def _describe_sharing(models: Mapping[str, RewardScorer]) -> Iterator[str]:
+    """Describe for each model but the first one how many of its weights are shared."""
+    names = {scorer.model: name for name, scorer in models.items()}
+    for name, scorer in [*models.items()][1:]:
+        body = scorer.body
+        assert body is not None, "load_scorer tells what it has shared"
+        total = f"{body.num_parameters / 1e6:,.1f}M parameters"
+        if body.source is None:
+            yield f"{name}: {total} of its own (another base or precision, or an older archive)"
+        else:
+            shared = f"{body.num_shared / 1e6:,.1f}M of {total}"
+            yield f"{name}: shares {shared} with {names[body.source]}"
 
 
 def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
@@ -143,7 +181,7 @@ def _build_backends(
         scorer,
         config.server,
         prepare=critic.make_room_for_rewards,
-        template_parts=TemplateParts(scorer.turn_end(), scorer.sample_frame()),
+        template_parts=_template_parts(scorer),
     )
     return [critic, rewards]
 

@@ -35,6 +35,7 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward_log import RewardLog
 
 # Advice in messages to clients whose raw texts are written in another chat template.
@@ -59,6 +60,7 @@ class ScoringService(ABC):
     """Scores requests for the routes of an HTTP front; must be used in a single event loop.
 
     Attributes:
+        model_name: name by which requests choose this service.
         contract: scoring contract of the latest rewards; None before the first rewards, and for
             upstream servers that publish none.
         fingerprint: fingerprint of the model that computed the latest rewards; None before the
@@ -67,8 +69,9 @@ class ScoringService(ABC):
         limits: settings of the front, including the limits of a request.
     """
 
-    def __init__(self, config: FrontConfig) -> None:
+    def __init__(self, config: FrontConfig, model_name: str = MODEL_NAME) -> None:
         self.limits = config
+        self.model_name = model_name
         self.contract: ScoringContract | None = None
         self.fingerprint: str | None = None
         self.recent = RecentRewards(config.drift_rows)

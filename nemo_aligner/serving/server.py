@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 from typing import NoReturn
 
@@ -26,7 +27,8 @@ from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.engine.executor import ModelRanks
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
-from nemo_aligner.serving.scoring import ScoringService
+from nemo_aligner.serving.front.models import HostedModel
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
@@ -142,15 +144,19 @@ class _Leader:
     def run(self) -> None:
         """Serve until a signal arrives; exit the process with code 1 if a part of it dies."""
         services = [backend.start(self._ranks) for backend in self._backends]
-        endpoints = [endpoint for service in services for endpoint in service.endpoints]
-        scoring = next((service.scoring for service in services if service.scoring), None)
+        models = [
+            HostedModel(service.scoring, service.endpoints)
+            for service in services
+            if service.scoring is not None
+        ]
+        endpoints = [endpoint for service in services for endpoint in _name_endpoints(service)]
         token = _read_token(self._config)
 
         async def statistics() -> dict[str, Mapping[str, float] | None]:
             counts = [await service.statistics() for service in services]
             return {name: count for by_name in counts for name, count in by_name.items()}
 
-        front = Front(scoring, endpoints, self._config, token, statistics)
+        front = Front(models, endpoints, self._config, token, statistics)
         server = FrontServer(front, self._config)
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
@@ -161,7 +167,7 @@ class _Leader:
         gc.freeze()
         ready.write(url)
         try:
-            self._print_start(url, services, endpoints, scoring, token, door)
+            self._print_start(url, services, endpoints, token, door)
             parts = [server.failure, *([door.failure] if door is not None else [])]
             self._watch(lambda: bool(self._signals), services, parts)
         finally:
@@ -181,7 +187,6 @@ class _Leader:
         url: str,
         services: Sequence[Service],
         endpoints: Sequence[Endpoint],
-        scoring: ScoringService | None,
         token: str | None,
         door: TritonDoor | None,
     ) -> None:
@@ -190,7 +195,7 @@ class _Leader:
         page = (
             "docs/protocols.md" if token is not None else f"{url}/docs"
         )  # the page is open because a browser sends no token
-        if scoring is not None:
+        if any(service.scoring is not None for service in services):
             print(f"All protocols are at this URL; {page} lists them", flush=True)
         if token is not None:
             print(
@@ -247,6 +252,15 @@ class _Leader:
         for line in [service.report() for service in services]:
             if line is not None and self._config.report_every_secs:
                 print(line, flush=True)
+
+
+def _name_endpoints(service: Service) -> Sequence[Endpoint]:
+    """Return a service's endpoints: all of the main model, and the rewards of another model."""
+    name = MODEL_NAME if service.scoring is None else service.scoring.model_name
+    if name == MODEL_NAME:
+        return service.endpoints
+    rewards = [endpoint for endpoint in service.endpoints if endpoint.name == MODEL_NAME]
+    return [replace(endpoint, name=name) for endpoint in rewards]
 
 
 def _call_all(stops: Sequence[Callable[[], None]]) -> None:

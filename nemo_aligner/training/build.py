@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo.reward_model import (
-    PretrainedModel,
-    init_head_from,
-    load_pretrained,
-)
+from nemo_aligner.checkpoint.nemo.initial_head import init_head_from
+from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, load_pretrained
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.config.serving import CriticModelConfig
 from nemo_aligner.config.training import TrainConfig

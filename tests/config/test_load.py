@@ -185,6 +185,23 @@ def test_kernels_whose_bits_may_depend_on_the_pack_are_refused_with_batch_invari
             load_config(schema, [setting, "model.batch_invariant=false"])
 
 
+def test_settings_refused_of_several_models() -> None:
+    names = "wanted names of letters, digits and -_. that begin with a letter or digit, and none of"
+    refusals = {
+        "models.reward_model=a.nemo": f"models: got {{'reward_model': 'a.nemo'}}, {names} reward_m",
+        "models.contract=a.nemo": f"models: got {{'contract': 'a.nemo'}}, {names}",
+        "models.stats=a.nemo": names,
+        "models={a/b: a.nemo}": f"models: got {{'a/b': 'a.nemo'}}, {names}",
+        "models={.a: a.nemo}": names,
+    }
+    assert not_refused(ServeConfig, refusals) == {}
+    plain = ["models.harmless=a.nemo"]
+    assert load_config(ServeConfig, plain).models == {"harmless": "a.nemo"}
+    for setting in ("shaping.sigmoid=true", "ensemble.files=[b.nemo]"):
+        with pytest.raises(SettingsError, match=r"wanted none with shaping or ensemble\.files"):
+            load_config(ServeConfig, [*plain, setting])
+
+
 def test_settings_refused_by_the_gateway() -> None:
     refusals = {
         "gateway.port=70000": "gateway.port: got 70000, wanted 0",

@@ -17,6 +17,7 @@ from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.upstream import UpstreamService
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
@@ -27,7 +28,17 @@ def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Fro
     config = GatewayConfig(**settings)
     service = UpstreamService(client, config)
     endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
-    return Front(service, endpoints, config, token, service.statistics)
+    return Front([HostedModel(service, endpoints)], endpoints, config, token, service.statistics)
+
+
+def front_of_models(clients: Mapping[str, Any], token: str | None = None) -> Front:
+    """Create a front of several models, each with its client; the first one is the main model."""
+    config, models = GatewayConfig(), []
+    for name, client in clients.items():
+        service = UpstreamService(client, config)
+        service.model_name = name
+        models.append(HostedModel(service, reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)))
+    return Front(models, models[0].endpoints, config, token, AsyncMock(return_value={}))
 
 
 @dataclass(frozen=True)

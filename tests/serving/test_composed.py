@@ -29,6 +29,7 @@ from nemo_aligner.serving.client import judge
 from nemo_aligner.serving.composed import Combination
 from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.serving.fake_judge import FakeJudge
@@ -171,7 +172,9 @@ def asked(
         )
         service = gateway.build_service(config, None)
         endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
-        front = Front(service, endpoints, config.gateway, None, service.statistics)
+        front = Front(
+            [HostedModel(service, endpoints)], endpoints, config.gateway, None, service.statistics
+        )
         await service.start()
         posts = [call_async(front, path, body) for path, body in calls if body is not None]
         answers = list(await asyncio.gather(*posts))

@@ -10,11 +10,11 @@ The modules, in the order in which an archive is read:
   settings.
 - ``load_weights``: compares the stored tensors with the model's shape, and loads them into a model,
   or offers them one at a time to conversions.
-- ``reward_model``: loads a model to train or to score, saves a reward model, takes an initial head
-  from another model, and reads tokenizer and contract without the weights.
+- ``reward_model``: loads a model to train or to score, saves a reward model, and reads tokenizer
+  and contract without the weights. ``initial_head`` copies a head from another model.
 
-Two more modules: ``fingerprint`` identifies the weights of an archive, and ``write`` writes the
-archives of conversions one tensor at a time.
+Two more modules: ``fingerprint`` identifies the weights of an archive, and of its body alone;
+``write`` writes the archives of conversions one tensor at a time.
 """
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

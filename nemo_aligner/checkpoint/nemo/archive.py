@@ -464,7 +464,7 @@ def write_nemo(
     weights: Path,
     tokenizer: Path,
     contract: dict[str, Any] | None = None,
-    fingerprint: str | None = None,
+    fingerprints: Mapping[str, str] | None = None,
 ) -> None:
     """Write an archive that appears complete or not at all; one process calls it.
 
@@ -476,7 +476,7 @@ def write_nemo(
         weights: folder of a distributed checkpoint.
         tokenizer: folder of a tokenizer.
         contract: content of ``scoring_contract.json``; None for a base model.
-        fingerprint: the model fingerprint, see ``build_fingerprint``.
+        fingerprints: content of ``model_fingerprint.json``, see ``build_fingerprints``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -490,10 +490,10 @@ def write_nemo(
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                # Put the fingerprint before the weights, so that ``read_members`` finds it without
+                # Put the fingerprints before the weights, so that ``read_members`` finds it without
                 # reading past them.
-                if fingerprint is not None:
-                    archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
+                if fingerprints is not None:
+                    archive.add_text(FINGERPRINT_NAME, json.dumps(fingerprints))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
                 # Put the checksums last: a tar is written in one pass, and they are complete only

@@ -5,7 +5,7 @@ The weights are loaded into the model of this rank or, for conversions, returned
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -140,9 +140,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     ``model`` must have the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters,
     the model's adapters are not changed.
     """
-    request = model.sharded_state_dict(
-        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
-    )
+    request = _request_weights(model, folder)
     has_lora = read_lora(folder.config) is not None
     head_prefix = folder.prefix + HEAD_PREFIX
     # The head is loaded separately: it is fp32, and a base model has none.
@@ -159,6 +157,28 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         entry.data = torch.empty(size, dtype=dtype, device=current_device())
         layer.store_weight(folder.store.load({key: entry})[key])
         skipped.add(key)
+    _load_all_but(skipped, request, model, folder)
+
+
+def load_adapters(model: GPTRewardModel, folder: NemoFolder) -> None:
+    """Load the LoRA adapters of ``model``, if the checkpoint has any, and no other weight.
+
+    Collective.
+    """
+    if read_lora(folder.config) is not None:
+        request = _request_weights(model, folder)
+        _load_all_but({key for key in request if not is_of_adapter(key)}, request, model, folder)
+
+
+def _request_weights(model: GPTRewardModel, folder: NemoFolder) -> dict[str, Any]:
+    return model.sharded_state_dict(
+        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
+    )
+
+
+def _load_all_but(
+    skipped: Set[str], request: Mapping[str, Any], model: GPTRewardModel, folder: NemoFolder
+) -> None:
     state = folder.store.load({key: request[key] for key in request if key not in skipped})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     load_into(model, plain, folder.source, lambda key: folder.prefix + key in skipped)

@@ -1,11 +1,12 @@
 """Load reward models from ``.nemo`` archives to train or to score, and save them.
 
-This module also copies the head of one reward model into another (initial heads), and reads the
-tokenizer and scoring contract without the weights.
+This module also reads the tokenizer and scoring contract without the weights. ``initial_head.py``
+copies the head of one reward model into another.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +25,16 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
-from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint, fingerprint_of
+from nemo_aligner.checkpoint.nemo.fingerprint import (
+    body_fingerprint_of,
+    build_fingerprints,
+    fingerprint_of,
+    is_of_body,
+)
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
+    load_adapters,
     load_backbone,
     missing_contract,
     model_shape,
@@ -61,7 +68,8 @@ from nemo_aligner.models.shapes.head import (
     with_head_shape,
 )
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora, read_lora, with_lora
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.models.shared_body import Bodies, SharedBody, share_body
+from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.writing import explaining_full_disk
 
 _OR_NEW_HEAD = ". To train a new head instead, set pretrained_checkpoint.new_head=true"
@@ -88,7 +96,8 @@ class PretrainedModel:
 class LoadedRewardModel:
     """A finished reward model with its scoring contract, tokenizer and settings.
 
-    ``fingerprint`` identifies the weights; it is None for an archive without checksums.
+    ``fingerprint`` identifies the weights; it is None for an archive without checksums. ``body``
+    tells how many of them are shared.
     """
 
     model: GPTRewardModel
@@ -96,6 +105,12 @@ class LoadedRewardModel:
     tokenizer: Tokenizer
     config: dict[str, Any]
     fingerprint: str | None = None
+    body: SharedBody | None = None
+
+    @property
+    def shares_body(self) -> bool:
+        """Tell if the body is that of another model."""
+        return self.body is not None and self.body.source is not None
 
 
 @dataclass(frozen=True)
@@ -243,6 +258,7 @@ def load_reward_model(
     layout: ParallelLayout,
     precision: Precision | None = None,
     pointwise_kernels: PointwiseChoice | None = None,
+    bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Load a finished reward model to score with; collective.
 
@@ -250,12 +266,14 @@ def load_reward_model(
         precision: precision of the backbone; None means that of the contract. The returned contract
             records it.
         pointwise_kernels: which kernels compute elementwise operations; see ``choose_kernels``.
+        bodies: loaded models of the same layout and kernels. If one of them has the same body, the
+            model shares it; otherwise the model is added.
 
     Raises:
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
-        return reward_model_of(folder, layout, precision, pointwise_kernels)
+        return reward_model_of(folder, layout, precision, pointwise_kernels, bodies)
 
 
 def reward_model_of(
@@ -263,13 +281,37 @@ def reward_model_of(
     layout: ParallelLayout,
     precision: Precision | None = None,
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
+    bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Do what ``load_reward_model`` does, with an archive that is already open; collective."""
+    bodies = {} if bodies is None else bodies
+    fingerprint, contract = body_fingerprint_of(folder), contract_of(folder)
+    key, source = None, None
+    if fingerprint is not None and contract is not None:
+        key = fingerprint, precision or Precision(contract.dtype)
+        source = bodies.get(key)
     loaded = reward_model_without_weights(
-        folder, layout, precision, pointwise_kernels=pointwise_kernels
+        folder,
+        layout,
+        precision,
+        pointwise_kernels=pointwise_kernels,
+        frees_body=source is not None,
     )
-    _load_into(loaded.model, folder, with_head=True)
-    return loaded
+    if source is None:
+        _load_into(loaded.model, folder, with_head=True)
+    else:
+        load_adapters(loaded.model, folder)
+        set_head(loaded.model, read_head(folder))
+        share_body(loaded.model, source)
+    if key is not None:
+        bodies.setdefault(key, loaded.model)
+    return replace(loaded, body=_count_parameters(folder, source))
+
+
+def _count_parameters(folder: NemoFolder, source: GPTRewardModel | None) -> SharedBody:
+    sizes = {folder.prefix + name: math.prod(entry[0]) for name, entry in folder.tensors.items()}
+    in_body = sum(size for name, size in sizes.items() if is_of_body(name))
+    return SharedBody(source, sum(sizes.values()), 0 if source is None else in_body)
 
 
 def reward_model_without_weights(
@@ -279,11 +321,13 @@ def reward_model_without_weights(
     *,
     with_adapters: bool = True,
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
+    frees_body: bool = False,
 ) -> LoadedRewardModel:
     """Build the model of ``reward_model_of`` and check the stored weights, but do not load them.
 
     On a CPU the weights take no memory until they are loaded. If ``with_adapters`` is false, the
     model has no LoRA adapters, and the caller folds the archive's adapters into the weights.
+    ``frees_body`` is explained by ``build_reward_model``.
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
@@ -309,6 +353,7 @@ def reward_model_without_weights(
         precision=precision or Precision(contract.dtype),
         reply_marker=contract.reply_marker,
         pointwise_kernels=pointwise_kernels,
+        frees_body=frees_body,
     )
     decide_together(current_device(), gather_objects, model.has_states)
     return LoadedRewardModel(
@@ -354,7 +399,7 @@ def save_reward_model(
     def write() -> None:
         rules = None if contract is None else contract.to_dict()
         parts = staging / "weights", staging / "tokenizer"
-        write_nemo(path, dict(config), *parts, rules, build_fingerprint(sums, config))
+        write_nemo(path, dict(config), *parts, rules, build_fingerprints(sums, config))
         shutil.rmtree(staging)
 
     with explaining_full_disk(path):
@@ -427,123 +472,6 @@ def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
     # post_process is true on the last pipeline stage, the only one that has a head.
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
-
-
-# Initial heads: copy the outputs of another reward model for attributes of the same names.
-
-_KEY = "pretrained_checkpoint.load_rm_head_weights"
-# Tensors with this prefix are shared by all outputs; the other tensors have one row per output.
-_SHARED_PREFIX = "hidden."
-
-
-def check_initial_head(
-    path: str | Path, contract: ScoringContract, names: Mapping[str, str]
-) -> None:
-    """Check that the head of another reward model has the outputs of ``contract``.
-
-    No weights are read.
-
-    Args:
-        path: archive of the other reward model.
-        names: maps attributes of ``contract`` to their names in the other model, if they differ.
-
-    Raises:
-        ConfigError: an attribute is missing, or the heads read different tokens or have different
-            kinds of outputs.
-        CheckpointError: the other model cannot be read.
-    """
-    with open_nemo(path, with_weights=False) as folder:
-        _choose_head_rows(folder, contract, names)
-
-
-def init_head_from(
-    model: GPTRewardModel,
-    path: str | Path,
-    contract: ScoringContract,
-    shape: ModelShape,
-    names: Mapping[str, str],
-) -> None:
-    """Copy the outputs of the reward model at ``path`` into ``model``'s head; collective.
-
-    Args:
-        contract: scoring contract of ``model``.
-        shape: shape of ``model``.
-        names: maps attributes of ``contract`` to their names in the other model, if they differ.
-
-    Raises:
-        ConfigError: an attribute is missing, or the heads' layers differ.
-        CheckpointError: the other model cannot be read.
-    """
-    with open_nemo(path) as folder:
-        rows = _choose_head_rows(folder, contract, names)
-        other = model_shape(folder)
-        if (other.head, other.hidden_size) != (shape.head, shape.hidden_size):
-            raise ConfigError(
-                f"{_KEY}: {path}: got a head that is {other.head or 'linear'} with a hidden size "
-                f"of {other.hidden_size}, wanted a head that is {shape.head or 'linear'} with a "
-                f"hidden size of {shape.hidden_size}"
-            )
-        tensors = read_head(folder)
-    chosen = {
-        name: tensor if name.startswith(_SHARED_PREFIX) else tensor[rows]
-        for name, tensor in tensors.items()
-    }
-    set_head(model, chosen)
-
-
-def _choose_head_rows(
-    folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]
-) -> list[int]:
-    """Return the row in the head of ``folder`` for each output of ``contract``'s head."""
-    other, location = contract_of(folder), f"{_KEY}: {folder.source}"
-    if other is None:
-        raise ConfigError(
-            f"{location}: it has no scoring contract, so it is no reward model of this package"
-        )
-    _check_names(contract, names)
-    other_names = [names.get(name, name) for name in contract.attributes]
-    missing = [name for name in other_names if name not in other.attributes]
-    if missing:
-        raise ConfigError(
-            f"{location}: it has the attributes {', '.join(other.attributes)}, and lacks "
-            f"{', '.join(missing)}. If they have other names there, set "
-            "pretrained_checkpoint.rm_head_names, which maps this run's names to them"
-        )
-    indices = [other.attributes.index(name) for name in other_names]
-    _check_same_outputs(contract, other, indices, location)
-    # An attribute has several consecutive rows if its outputs are bins or quantiles.
-    width = other.outputs_per_attribute
-    return [index * width + number for index in indices for number in range(width)]
-
-
-def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
-    unknown = sorted(set(names) - set(contract.attributes))
-    if unknown:
-        raise ConfigError(
-            f"pretrained_checkpoint.rm_head_names: got {', '.join(unknown)}, wanted attributes of "
-            f"this run: {', '.join(contract.attributes)}"
-        )
-
-
-def _check_same_outputs(
-    contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
-) -> None:
-    """Raise ConfigError if the heads read different tokens or have different kinds of outputs."""
-    if other.scored_position != contract.scored_position:
-        raise ConfigError(
-            f"{location}: got a head that reads {other.scored_position}, wanted "
-            f"{contract.scored_position} (model.head.reads)"
-        )
-    readout, other_readout = contract.output_readout, other.output_readout
-    outputs = None if readout is None else (readout.kind, list(readout.numbers))
-    other_outputs = None
-    if other_readout is not None:
-        other_outputs = other_readout.kind, [other_readout.numbers[index] for index in indices]
-    if outputs != other_outputs:
-        raise ConfigError(
-            f"{location}: got a head with {other_outputs or 'one output'} for the attributes, "
-            f"wanted {outputs or 'one output'} (model.objective)"
-        )
 
 
 # Tokenizer and scoring contract: read from a checkpoint, or the contract built from settings.

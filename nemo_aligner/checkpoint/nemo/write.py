@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.nemo.archive import write_nemo
-from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
+from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprints
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 
@@ -20,7 +20,7 @@ def write_lazy_nemo(
     scratch: Path,
     contract: ScoringContract | None,
 ) -> None:
-    """Write a conversion's archive with its fingerprint, reading one tensor after the other.
+    """Write a conversion's archive with its fingerprints, reading one tensor after the other.
 
     Args:
         output: path of the new archive.
@@ -32,5 +32,5 @@ def write_lazy_nemo(
         contract: scoring contract of a reward model; None for a base model.
     """
     weights, rules = scratch / "weights", None if contract is None else contract.to_dict()
-    fingerprint = build_fingerprint(save_lazy(tensors, layers, weights), config)
-    write_nemo(output, config, weights, scratch / "tokenizer", rules, fingerprint)
+    fingerprints = build_fingerprints(save_lazy(tensors, layers, weights), config)
+    write_nemo(output, config, weights, scratch / "tokenizer", rules, fingerprints)

@@ -299,7 +299,8 @@ class RemoteServer:
         self.is_foreign = error.is_foreign
         advice = ""
         if path := urlsplit(self._url).path:
-            advice = f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
+            allowed = "must be empty, a proxy's prefix or /models/NAME"
+            advice = f"; the path in the URL, {short(path)}, {allowed}"
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
             self._back_off(UnavailableError(reason))

@@ -45,6 +45,7 @@ from nemo_aligner.models.batch_invariance import (
     try_all_products,
 )
 from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shared_body import Bodies, SharedBody
 from nemo_aligner.models.step import count_parts, gather_rewards_later, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.engine.rows import Row
@@ -104,6 +105,7 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
         prefix_cache_states: int = PREFIX_CACHE_STATES,
+        body: SharedBody | None = None,
     ) -> None:
         """Store a loaded model with what scoring needs; nothing is computed yet.
 
@@ -118,6 +120,7 @@ class RewardScorer:
             fingerprint: fingerprint of the weights; None if unknown.
             prefix_cache_states: snapshots in the prefix cache of a model with linear attention; 0
                 for no prefix cache.
+            body: how many weights are shared with another model; None if unknown.
 
         Raises:
             ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
@@ -137,6 +140,7 @@ class RewardScorer:
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.fingerprint = fingerprint
+        self.body = body
         self.counts = TokenCounts()
         self._cache, self._pool = self._new_cache(prefix_cache_tokens, prefix_cache_states)
 
@@ -362,6 +366,7 @@ def load_scorer(
     can_offload: bool = False,
     cuda_graphs: bool = False,
     prefix_cache_states: int = PREFIX_CACHE_STATES,
+    bodies: Bodies | None = None,
 ) -> RewardScorer:
     """Load a reward model's ``.nemo`` on this rank's device as a scorer; collective.
 
@@ -379,20 +384,21 @@ def load_scorer(
             layout, which is slower on a CPU.
         cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
         prefix_cache_states: see ``RewardScorer``.
+        bodies: see ``load_reward_model``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
-    loaded = load_reward_model(path, layout, precision, pointwise_kernels)
+    loaded = load_reward_model(path, layout, precision, pointwise_kernels, bodies)
     make_batch_invariant(loaded.model, invariant_rows)
     if cuda_graphs and can_offload:
         logger.warning("model.cuda_graphs: ignored, because cpu_offload moves the weights")
     elif cuda_graphs:
         loaded.model.use_cuda_graphs()
     # freeze_for_scoring comes last, because it converts the layers that make_batch_invariant has
-    # replaced.
-    if not can_offload:
+    # replaced. A shared body is converted already.
+    if not can_offload and not loaded.shares_body:
         freeze_for_scoring(loaded.model)
     return RewardScorer(
         loaded.model,
@@ -404,6 +410,7 @@ def load_scorer(
         prefix_cache_tokens,
         loaded.fingerprint,
         prefix_cache_states,
+        loaded.body,
     )
 
 

@@ -6,8 +6,9 @@ A request passes these files in this order:
 ``handshake.py``   TLS handshakes, which count as connections while they last
 ``connection.py``  one connection: enforces ``limits.py`` before bytes fill the memory
 ``exchange.py``    one request and its answer on a connection
-``app.py``         checks the token, finds the route, and calls the ``ScoringService``
+``app.py``         checks the token, and finds the model (``models.py``) and the route
 ``bodies.py``      reads a body within the memory limit of all requests
+``routes.py``      parses a body, calls the model's ``ScoringService``, and builds the answer
 ``kserve.py``      answers KServe v2; the other protocols are in ``serving/protocols``
 
 ``metrics.py`` counts requests, rows and connections for Prometheus; ``notices.py`` logs the first

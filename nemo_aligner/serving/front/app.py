@@ -2,22 +2,19 @@
 
 A request passes three checks in this order: the limits of its connection (``connection.py``, before
 anything is read), the bearer token, and the route. KServe v2 is answered by ``kserve.py``. FastAPI
-has the routes of all other protocols (``serving/protocols/``), health, metrics and OpenAPI.
+has the routes of all other protocols (``serving/protocols/``), health, metrics and OpenAPI. All of
+them exist also under ``/models/NAME``, for one of several models.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
@@ -26,13 +23,13 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
-from nemo_aligner.serving.front.bodies import BodyReader, RequestBodies
+from nemo_aligner.serving.front.bodies import RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
 from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
+from nemo_aligner.serving.front.models import HostedModel, HostedModels, split_path
 from nemo_aligner.serving.front.notices import RequestNotices
+from nemo_aligner.serving.front.routes import MODEL_IN_SCOPE, RouteHandler, model_of, respond
 from nemo_aligner.serving.protocols import (
-    ScoredRows,
-    ScoreRequest,
     gym,
     openrlhf,
     rerank,
@@ -47,12 +44,8 @@ from nemo_aligner.serving.protocols.base import (
     ModelRoute,
     PlainRoute,
     Route,
-    Served,
     refuse_with_detail,
-    row_headers,
 )
-from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.utils.errors import ServingError, one_line, shown
 
@@ -89,17 +82,17 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class Front:
-    """ASGI application that serves KServe endpoints and the protocols of a scoring service.
+    """ASGI application that serves KServe endpoints and the protocols of scoring services.
 
     Attributes:
         is_ready: whether requests are answered; ``/ready`` and KServe's readiness report it.
-        scoring: scores the requests; None if there are only KServe endpoints.
+        models: score the requests; empty if there are only KServe endpoints.
         metrics: counts requests and rows.
     """
 
     def __init__(
         self,
-        scoring: ScoringService | None,
+        models: Sequence[HostedModel],
         endpoints: Sequence[Endpoint],
         config: FrontConfig,
         token: str | None,
@@ -108,37 +101,55 @@ class Front:
         """Build the application.
 
         Args:
-            scoring: scores the requests; None for only KServe endpoints, as for a critic.
-            endpoints: KServe endpoints.
+            models: score the requests, the main one first; none for a critic.
+            endpoints: KServe endpoints outside ``/models/NAME``.
             config: address, access and limits.
             token: bearer token that requests need, except for health, readiness and tensor shapes;
                 None if no request needs one.
             statistics: returns the counts of each model server by its name, for ``/metrics``.
         """
         self.is_ready = True
-        self.scoring = scoring
+        self.models = HostedModels(models)
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
         self._bodies, self._notices = RequestBodies(config), RequestNotices()
         self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
+        self._kserve_of = {model.name: self._build_kserve(model) for model in models}
         self._routes: dict[str, list[Route[Any]]] = {}
-        for route in ROUTES if scoring is not None else ():
+        for route in ROUTES if models else ():
             self._routes.setdefault(route.path, []).append(route)
-        self._app = self._build_app(scoring)
+        self._app = self._build_app()
+
+    def _build_kserve(self, model: HostedModel) -> KServe:
+        def count_request(path: str, status: int, seconds: float) -> None:
+            self.metrics.count_request(model.name_route(path), status, seconds)
+
+        return KServe(model.endpoints, self._has_rewards, count_request)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI application: check its token, then find its route."""
         if scope["type"] != "http":
             return
-        # NeMo Gym's rollout prefix is removed first, because _is_open compares the path without it.
-        path = gym.ROLLOUT_PREFIX.sub("", scope["path"])
+        # The prefixes of the model and of NeMo Gym's rollout, in either order, are removed first,
+        # because _is_open compares the path without them.
+        outer = gym.ROLLOUT_PREFIX.sub("", scope["path"])
+        name, path = split_path(outer)
+        if outer == scope["path"]:
+            path = gym.ROLLOUT_PREFIX.sub("", path)
         # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if path != scope["path"] or method != scope["method"]:
             scope = {**scope, "method": method, "path": path, "raw_path": path.encode()}
-        if not self._is_open(scope["method"], path) and not self._has_token(scope):
-            await self._refuse_token(path)(scope, receive, send)
-        elif self._is_kserve(path):
+        try:
+            if not self._is_open(method, path) and not self._has_token(scope):
+                text = "the bearer token is missing or wrong"
+                raise RequestError(text, FailureKind.unauthorized)
+            if name is not None:
+                scope = {**scope, MODEL_IN_SCOPE: self.models[name]}
+        except RequestError as failure:
+            await self._refuse(path, failure)(scope, receive, send)
+            return
+        if self._is_kserve(path):
             await self._answer_kserve(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -155,7 +166,9 @@ class Front:
             except ServingError as error:
                 answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
             else:
-                answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
+                model: HostedModel | None = scope.get(MODEL_IN_SCOPE)
+                offered = self._kserve if model is None else self._kserve_of[model.name]
+                answer = await offered.answer(scope["method"], scope["path"], headers, body)
         await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -174,7 +187,12 @@ class Front:
         """Map the name of each server to why it gives no rewards now, or to None if it does."""
         if not self.is_ready:
             return {}
-        return {"local": None} if self.scoring is None else await self.scoring.probe()
+        if not self._kserve_of:
+            return {"local": None}  # a critic
+        states: dict[str, str | None] = {}
+        for model in self.models:
+            states.update(await model.scoring.probe())
+        return states
 
     async def _has_rewards(self) -> bool:
         return None in (await self._probe()).values()
@@ -184,20 +202,20 @@ class Front:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         return has_token(sent, self._token)
 
-    def _refuse_token(self, path: str) -> ASGIApp:
-        failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
+    def _refuse(self, path: str, failure: RequestError) -> ASGIApp:
         self._notices.note_rejection("the server", failure.kind.status, failure.message)
         if self._is_kserve(path):
-            answer = kserve.refuse(failure)
-            headers = {**answer.headers, "WWW-Authenticate": "Bearer"}
-            return Response(answer.body, answer.status, headers)
+            answer, headers = kserve.refuse(failure), {}
+            if failure.kind is FailureKind.unauthorized:
+                headers = {"WWW-Authenticate": "Bearer"}
+            return Response(answer.body, answer.status, {**answer.headers, **headers})
         if path not in self._routes:
             return respond(refuse_with_detail(failure, None))
         refusal = self._routes[path][0].refuse(failure, None)
         self.metrics.count_request(path, refusal.status, 0.0)
         return respond(refusal)
 
-    def _build_app(self, scoring: ScoringService | None) -> FastAPI:
+    def _build_app(self) -> FastAPI:
         app = _App(
             [route for routes in self._routes.values() for route in routes],
             title="nemo_aligner",
@@ -207,15 +225,15 @@ class Front:
         app.add_exception_handler(404, self._answer_unknown_path)
         app.add_exception_handler(405, self._answer_wrong_method)
         self._add_status_routes(app)
-        if scoring is None:
+        if not self._routes:
             return app
         for path, routes in self._routes.items():
             about = "; ".join(route.about for route in routes)
             app.add_api_route(
                 path,
-                _RouteHandler(
+                RouteHandler(
                     routes,
-                    scoring,
+                    self.models,
                     self._config,
                     self.metrics,
                     self._bodies,
@@ -230,15 +248,18 @@ class Front:
         for plain in PLAIN_ROUTES:
             _add_plain_route(app, plain, self._bodies)
         for model_route in MODEL_ROUTES:
-            _add_model_route(app, model_route, scoring, self._config)
+            _add_model_route(app, model_route, self.models, self._config)
 
-        async def contract() -> Response:
+        async def contract(request: Request) -> Response:
+            scoring = (model_of(request) or self.models.choose(None)).scoring
             # Read the contract each time, because a backend of the gateway may have been replaced.
             published = (await scoring.read_contract()).to_dict()
             return respond(HttpAnswer(200, {**published, "model_fingerprint": scoring.fingerprint}))
 
-        about = "The scoring contract: what a reward means"
-        _add_get_routes(app, [("/v1/contract", contract, about)])
+        async def handle(request: Request) -> Response:
+            return await _respond_or_refuse(contract(request))
+
+        _add_route(app, "/v1/contract", handle, "The scoring contract: what a reward means")
         return app
 
     async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
@@ -267,7 +288,7 @@ class Front:
             return respond(HttpAnswer(status, {"status": state, "backends": states}), 1)
 
         async def scrape() -> Response:
-            text, kind = self.metrics.render(self.scoring, await self._statistics())
+            text, kind = self.metrics.render(self.models, await self._statistics())
             return Response(text, media_type=kind)
 
         _add_get_routes(
@@ -298,189 +319,6 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
 
-class _RouteHandler:
-    """Handles requests for all routes of a path: parses, scores, and builds answer or error."""
-
-    def __init__(
-        self,
-        routes: Sequence[Route[Any]],
-        scoring: ScoringService,
-        config: FrontConfig,
-        metrics: FrontMetrics,
-        bodies: RequestBodies,
-        notices: RequestNotices,
-    ) -> None:
-        self._route, *self._others = routes
-        self._scoring, self._config, self._metrics = scoring, config, metrics
-        self._bodies, self._notices = bodies, notices
-
-    async def handle(self, request: Request) -> Response:
-        """Answer a request in the form of its route, and count it."""
-        begun = time.monotonic()
-        with self._bodies.reserve() as reader:
-            response = await self._answer(request, reader)
-        seconds = time.monotonic() - begun
-        self._metrics.count_request(self._route.path, response.status_code, seconds)
-        return response
-
-    async def _answer(self, request: Request, reader: BodyReader) -> Response:
-        route, body, size = self._route, None, 0
-        try:
-            content = await reader.read(request.receive, request.headers)
-            size = len(content)
-            route, body = await call_by_size(size, self._choose_route, content)
-            if body is None:
-                body = await call_by_size(size, route.parse, content)
-            scored = await self._score(route, body, size)
-            response = await call_by_size(size, self._respond, route, body, scored)
-            self._metrics.count_scored(route.path, scored)
-            return response
-        except Exception as error:
-            failure = public_failure(error)
-        # An error answer may repeat the whole body, so that of a large body is built in a thread.
-        response = await call_by_size(size, self._refuse, route, failure, body)
-        self._notices.note_rejection(route.path, response.status_code, failure.message)
-        return response
-
-    def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
-        return respond(route.refuse(failure, body), failure.retry_after_s)
-
-    def _respond(self, route: Route[Any], body: Any, scored: ScoredRows) -> Response:
-        content = route.answer(body, scored, self._describe_model(scored))
-        return respond(HttpAnswer(200, content, row_headers(scored)))
-
-    def _choose_route(self, content: bytes) -> tuple[Route[Any], Any]:
-        """Choose which protocol's route a body belongs to, if several protocols share its path.
-
-        It is the first route, unless fields that this route does not know are ``marks`` of another.
-
-        Returns:
-            The route; and the parsed body if it is the first route, otherwise None.
-
-        Raises:
-            ServingError: the first route cannot parse the body, and it has no marks of another
-                route.
-        """
-        try:
-            body = self._route.parse(content)
-        except ServingError:
-            route = self._marked_route(_field_names(content) if self._others else ())
-            if route is self._route:
-                raise
-            return route, None
-        route = self._marked_route((body.model_extra or {}).keys())
-        return route, body if route is self._route else None
-
-    def _marked_route(self, names: Collection[str]) -> Route[Any]:
-        unknown = set(names) - self._route.request.model_fields.keys()
-        marked = (other for other in self._others if unknown & set(other.marks))
-        return next(marked, self._route)
-
-    async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
-        """Score the samples of a parsed body.
-
-        Args:
-            route: the route that the body belongs to.
-            body: the body, parsed by ``route.parse``.
-            size: its length in bytes; a large body is converted in a thread.
-
-        Raises:
-            Exception: any failure, which the caller converts with ``public_failure``.
-        """
-        request = await call_by_size(size, route.read, body)
-        check_num_rows(request, self._config)
-        if route.completes_turns:
-            request, completed = await self._scoring.complete_turns(request)
-            self._metrics.count_rows(route.path, "completed", completed)
-        foreign = await self._scoring.find_foreign_rows(request)
-        self._metrics.count_rows(route.path, "foreign_template", len(foreign))
-        if foreign:
-            request = self._note_foreign_rows(route, request, foreign)
-        try:
-            scored = await self._score_rows(route, request)
-            if not foreign:
-                return scored
-            is_foreign = np.isin(np.arange(len(scored.rewards)), [*foreign])
-            return replace(scored, foreign_template=is_foreign)
-        except RequestError as refusal:
-            if refusal.row is None or route.with_other_reply is None:
-                raise
-            return await self._blame(refusal, route.with_other_reply(body))
-
-    async def _score_rows(self, route: Route[Any], request: ScoreRequest) -> ScoredRows:
-        """Score a request; rows that get ``refused_reward`` have NaN and the reason.
-
-        Rows are set aside only after the model has rejected one of them. If a judge or a server
-        fails first, the request fails, because the trainer can send it again.
-        """
-        try:
-            return await self._scoring.answer(request, route.sets_rows_aside)
-        except RequestError as refusal:
-            is_sample = refusal.kind is FailureKind.bad_request and refusal.row is not None
-            reward = self._config.refused_reward
-            if not (is_sample and route.takes_refused_reward) or reward is None:
-                raise
-            status = refusal.kind.status
-            self._notices.note_rejection(route.path, status, refusal.message, reward)
-        return await self._scoring.answer(request, sets_rows_aside=True)
-
-    def _note_foreign_rows(
-        self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
-    ) -> ScoreRequest:
-        """Log the first row that is not in the model's chat template.
-
-        Reject such rows if configured.
-
-        Raises:
-            RequestError: such rows are rejected, and the answer of this protocol has no place for
-                errors of single rows.
-        """
-        row, fault = next(iter(foreign.items()))
-        self._notices.note_template(route.path, row, fault)
-        if not self._config.reject_foreign_templates:
-            return request
-        if not route.sets_rows_aside:
-            setting = f"{self._config.section}.reject_foreign_templates"
-            text = f"row {row}: {fault} ({setting}). {FOREIGN_ADVICE}"
-            raise RequestError(text, FailureKind.bad_request, row=row)
-        return request.without_rows(foreign)
-
-    async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Find out if the prompt or the reply is at fault in a rejected request.
-
-        ``other`` is the same request with a reply that is always valid.
-
-        If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
-        Otherwise the prompt is at fault, so raise the error of ``other``.
-        """
-        scored = await self._scoring.answer(other, False, is_probe=True)
-        reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-        # The other reply's reward is not used, only the number of attributes, for a row of NaN.
-        no_rewards = np.full_like(scored.rewards, np.nan)
-        return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
-
-    def _describe_model(self, scored: ScoredRows) -> Served:
-        contract, threshold = self._scoring.contract, self._config.reward_threshold
-        refused = self._config.refused_reward
-        if contract is not None:
-            weights, scale = contract.attribute_weights, contract.reward_scale
-            return Served(MODEL_NAME, contract.attributes, weights, threshold, scale, refused)
-        # No contract: a backend that runs NVIDIA's NeMo-Aligner publishes none, so the attributes
-        # have no names.
-        columns = scored.rewards.shape[1]
-        names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
-        return Served(MODEL_NAME, names, None, threshold, refused_reward=refused)
-
-
-def _field_names(content: bytes) -> Collection[str]:
-    """Return the keys of a JSON object; empty for another value, or for invalid JSON."""
-    try:
-        value = from_json(content)
-    except ValueError:
-        return ()
-    return value.keys() if isinstance(value, dict) else ()
-
-
 async def _send_answer(answer: KServeAnswer, send: Send) -> None:
     headers = [
         (b"content-length", str(len(answer.body)).encode()),
@@ -488,20 +326,6 @@ async def _send_answer(answer: KServeAnswer, send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})
-
-
-def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
-    """Build a JSON response.
-
-    A status 503 gets the header ``Retry-After: retry_after_s``, unless that is None.
-    """
-    headers = dict(answer.headers)
-    if retry_after_s is not None and answer.status == 503:
-        headers["Retry-After"] = str(retry_after_s)
-    if answer.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    content = to_json(answer.content, inf_nan_mode="constants")
-    return Response(content, answer.status, headers, "application/json")
 
 
 async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
@@ -532,13 +356,16 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, bodies: RequestBodies) -> 
 
 
 def _add_model_route(
-    app: FastAPI, route: ModelRoute, scoring: ScoringService, config: FrontConfig
+    app: FastAPI, route: ModelRoute, models: HostedModels, config: FrontConfig
 ) -> None:
-    async def answer() -> Response:
-        return respond(route.answer(await scoring.find_contract(), config))
+    async def answer(request: Request) -> Response:
+        chosen = model_of(request)
+        described = models if chosen is None else [chosen]
+        contracts = {model.name: await model.scoring.find_contract() for model in described}
+        return respond(route.answer(contracts, config))
 
-    async def handle() -> Response:
-        return await _respond_or_refuse(answer())
+    async def handle(request: Request) -> Response:
+        return await _respond_or_refuse(answer(request))
 
     _add_route(app, route.path, handle, route.about)
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -150,7 +150,8 @@ class FrontServer:
             timeout_graceful_shutdown=config.exit_timeout_secs,
             server_header=False,
         )
-        self._server = _Server(settings, front.scoring, on_ready, on_drain)
+        scoring = [model.scoring for model in front.models]
+        self._server = _Server(settings, scoring, on_ready, on_drain)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -202,12 +203,12 @@ class FrontServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which also starts and closes the scoring service in its event loop."""
+    """uvicorn's server, which also starts and closes the scoring services in its event loop."""
 
     def __init__(
         self,
         settings: uvicorn.Config,
-        scoring: ScoringService | None,
+        scoring: Sequence[ScoringService],
         on_ready: Callable[[], None],
         on_drain: Callable[[], None],
     ) -> None:
@@ -218,21 +219,21 @@ class _Server(uvicorn.Server):
         self._on_ready, self._on_drain = on_ready, on_drain
 
     async def main_loop(self) -> None:
-        """Start the scoring service, and answer requests until the server is told to stop."""
+        """Start the scoring services, and answer requests until the server is told to stop."""
         self.loop = asyncio.get_running_loop()
-        if self._scoring is not None:
-            await self._scoring.start()
+        for service in self._scoring:
+            await service.start()
         self._on_ready()
         self.has_begun.set()
         await super().main_loop()
         self._on_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish requests in flight, then close the scoring service."""
+        """Finish requests in flight, then close the scoring services."""
         print("Draining: in-flight requests are answered, new ones are rejected", flush=True)
         await super().shutdown(sockets)
-        if self._scoring is not None:
-            await self._scoring.close()
+        for service in self._scoring:
+            await service.close()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -14,8 +14,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.protocols import ScoredRows
-from nemo_aligner.serving.scoring import ScoringService
 
 # Upper bounds of the duration buckets in seconds: from a short sample on a GPU to a request that
 # waits behind a full queue.
@@ -106,10 +106,11 @@ class FrontMetrics:
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 
-    def render(self, scoring: ScoringService | None, statistics: Statistics) -> tuple[bytes, str]:
+    def render(self, models: Iterable[HostedModel], statistics: Statistics) -> tuple[bytes, str]:
         """Return all metrics in Prometheus's text format, and the content type of that format.
 
-        ``statistics`` has the current counts of the model servers.
+        ``statistics`` has the current counts of the model servers. If there are several models,
+        the other metrics of a model have the label ``model``.
         """
         now = CollectorRegistry()
         refused = CounterMetricFamily(
@@ -126,8 +127,7 @@ class FrontMetrics:
         )
         for cause, count in self.aborted_connections.items():
             aborted.add_metric([cause], count)
-        service_metrics = () if scoring is None else _service_metrics(scoring)
-        families = [refused, aborted, *service_metrics, *_backend_metrics(statistics)]
+        families = [refused, aborted, *_model_metrics([*models]), *_backend_metrics(statistics)]
         now.register(_Snapshot(families))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
@@ -142,13 +142,13 @@ class _Snapshot:
         yield from self._families
 
 
-def _service_metrics(scoring: ScoringService) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        f"{_HTTP}_rows_in_flight", "samples not answered yet", value=scoring.rows_in_flight
+def _model_metrics(models: Sequence[HostedModel]) -> Iterator[Metric]:
+    labels = ["model"] if len(models) > 1 else []
+    in_flight = GaugeMetricFamily(
+        f"{_HTTP}_rows_in_flight", "samples not answered yet", labels=labels
     )
-    contract = scoring.contract
     gauges = {
-        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
+        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=[*labels, "attribute"])
         for name, about in (
             ("rows", "number of latest rewards in the other gauges"),
             ("mean", "mean of the latest rewards"),
@@ -157,12 +157,16 @@ def _service_metrics(scoring: ScoringService) -> Iterator[Metric]:
             ("std_ratio", "standard deviation divided by the contract's"),
         )
     }
-    for column, drift in enumerate(scoring.recent.drift(contract)):
-        name = str(column) if contract is None else contract.attributes[column]
-        for field, value in vars(drift).items():
-            if value is not None:
-                gauges[field].add_metric([name], value)
-    yield from gauges.values()
+    for model in models:
+        scoring, values = model.scoring, [model.name] * len(labels)
+        in_flight.add_metric(values, scoring.rows_in_flight)
+        contract = scoring.contract
+        for column, drift in enumerate(scoring.recent.drift(contract)):
+            name = str(column) if contract is None else contract.attributes[column]
+            for field, value in vars(drift).items():
+                if value is not None:
+                    gauges[field].add_metric([*values, name], value)
+    yield from ([in_flight, *gauges.values()] if models else [])
 
 
 def _backend_metrics(statistics: Statistics) -> Iterator[Metric]:

@@ -233,13 +233,14 @@ class ModelRoute:
     Attributes:
         path: path of the URL.
         about: one line for the OpenAPI page.
-        answer: builds the answer from the scoring contract (None if the backends publish none)
-            and the settings of the server or gateway.
+        answer: builds the answer from the scoring contracts by the models' names (None if the
+            backends publish none), and the settings of the server or gateway. The first model is
+            the one that is described if the answer has room for one.
     """
 
     path: str
     about: str
-    answer: Callable[[ScoringContract | None, FrontConfig], HttpAnswer]
+    answer: Callable[[Mapping[str, ScoringContract | None], FrontConfig], HttpAnswer]
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:

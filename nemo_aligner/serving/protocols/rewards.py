@@ -111,6 +111,7 @@ class RewardsRequest(Body, extra="forbid"):
     tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
+    model: str | None = Field(None, description="name of the model, if the server has several")
     principle: RewardPrinciple = Field(
         None, description="principle of all conversations, or for each one, several, or null"
     )

@@ -54,6 +54,7 @@ class SglangRequest(Body):
     text: str | Rows[str] | None = Field(None, examples=[["What is red? A rose."]])
     input_ids: Items[int] | Rows[Items[int]] | None = None
     rid: str | Items[str] | None = None
+    model: str | None = None
 
 
 class SglangRow(Body):

@@ -20,7 +20,7 @@ false, as litellm does, scores are the sigmoids of the rewards, as in TEI, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +44,6 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     refuse_other_samples,
 )
-from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -227,15 +226,18 @@ ROUTES: list[Route[Any]] = [
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def describe_model(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
+def describe_model(
+    contracts: Mapping[str, ScoringContract | None], config: FrontConfig
+) -> HttpAnswer:
     """Answer TEI's ``/info``; the batch sizes are the gateway's queue limits."""
+    name, contract = next(iter(contracts.items()))
     attributes = ("reward",) if contract is None else contract.attributes
     labels = {str(column): name for column, name in enumerate(attributes)}
     numbers = {name: column for column, name in enumerate(attributes)}
     length = 0 if contract is None else contract.seq_length
     cuts = contract is not None and contract.overlong == Overlong.truncate_left.value
     content = {
-        "model_id": MODEL_NAME,
+        "model_id": name,
         "model_sha": None if contract is None else contract.hash,
         "model_dtype": "float32" if contract is None else _DTYPES[contract.dtype],
         "model_type": {"reranker": {"id2label": labels, "label2id": numbers}},

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -42,7 +43,6 @@ from nemo_aligner.serving.protocols.base import (
     conversation_of,
     refuse_other_samples,
 )
-from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
 
 _BY_CONTRACT = "the model's scoring contract decides how a sample is scored"
@@ -376,19 +376,24 @@ ROUTES: list[Route[Any]] = [
 ]
 
 
-def list_models(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
-    """Answer OpenAI's list of models, which has only the reward model."""
+def list_models(contracts: Mapping[str, ScoringContract | None], config: FrontConfig) -> HttpAnswer:
+    """Answer OpenAI's list of models."""
+    models = [_describe_model(name, contract) for name, contract in contracts.items()]
+    return HttpAnswer(200, {"object": "list", "data": models})
+
+
+def _describe_model(name: str, contract: ScoringContract | None) -> dict[str, Any]:
     model: dict[str, Any] = {
-        "id": MODEL_NAME,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "nemo_aligner",
-        "root": MODEL_NAME,
+        "root": name,
     }
     if contract is not None:
         model["max_model_len"] = contract.seq_length
         model["reward_scale"] = contract.reward_scale
-    return HttpAnswer(200, {"object": "list", "data": [model]})
+    return model
 
 
-MODEL_ROUTES = [ModelRoute("/v1/models", "OpenAI's list of models: the reward model", list_models)]
+MODEL_ROUTES = [ModelRoute("/v1/models", "OpenAI's list of models: the reward models", list_models)]

@@ -15,6 +15,7 @@ from nemo_aligner.checkpoint.merge import merge_checkpoints
 from nemo_aligner.checkpoint.nemo.archive import unpack
 from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
 from nemo_aligner.checkpoint.nemo.fingerprint import (
+    build_body_fingerprint,
     build_fingerprint,
     check_expected_fingerprint,
     fingerprint_of_ensemble,
@@ -124,6 +125,23 @@ def test_fingerprint_of_an_algorithm_never_changes() -> None:
     """Later versions compute the same fingerprint, so ``expect_fingerprint`` stays valid."""
     sums = {"model.decoder.a": ("float32", 3), "model.rm_head.weight": ("float32", 2**63)}
     assert build_fingerprint(sums, tiny.SMALLEST) == "6b9fbab85040989fc4374d11757732dd"
+
+
+def test_fingerprint_of_a_body_covers_neither_adapters_nor_the_head() -> None:
+    """It covers the other weights, the shape, and the precision of a quantized base."""
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["linear_qkv"]}
+    adapter = "model.decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
+    body = {"model.decoder.a": ("float32", 3)}
+    plain = build_body_fingerprint(body, tiny.SMALLEST)
+    with_adapter = {**body, adapter: ("float32", 4), "model.rm_head.weight": ("float32", 5)}
+    config = {**tiny.SMALLEST, "lora": lora, "reward_head": {"bias": True}}
+    assert build_body_fingerprint(with_adapter, config) == plain
+    others = [
+        build_body_fingerprint({"model.decoder.a": ("float32", 4)}, tiny.SMALLEST),
+        build_body_fingerprint(body, {**tiny.SMALLEST, "layernorm_epsilon": 1e-6}),
+        build_body_fingerprint(body, {**config, "lora": {**lora, "base_precision": "nf4"}}),
+    ]
+    assert len({plain, build_fingerprint(body, tiny.SMALLEST), *others}) == 5
 
 
 def test_fingerprint_of_an_ensemble_is_of_its_members_in_order() -> None:

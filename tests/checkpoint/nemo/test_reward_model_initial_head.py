@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import (
-    check_initial_head,
-    init_head_from,
-    load_pretrained,
-    read_text_rules,
-)
+from nemo_aligner.checkpoint.nemo.initial_head import check_initial_head, init_head_from
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import HeadConfig

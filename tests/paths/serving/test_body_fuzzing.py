@@ -37,6 +37,7 @@ from nemo_aligner.serving.client.reward import (
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
 from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
+from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
@@ -169,7 +170,13 @@ class Engine:
         service = RewardBackend(scorer, config, template_parts=parts).start(ranks)
         self._contract = contract
         self._endpoint = service.endpoints[1]
-        self.front = Front(service, service.endpoints, config, None, service.statistics)
+        self.front = Front(
+            [HostedModel(service, service.endpoints)],
+            service.endpoints,
+            config,
+            None,
+            service.statistics,
+        )
         self.fingerprint = service.fingerprint
         self.faults: list[str] = []
 

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.serving.front import app as front_app
+from nemo_aligner.serving.front import routes as front_routes
 from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
@@ -25,6 +25,7 @@ from tests.serving.gateway_calls import (
     GOOD,
     FakeClient,
     call,
+    front_of_models,
     make,
     message,
 )
@@ -47,6 +48,60 @@ def test_gateway_answers_at_every_route() -> None:
     contract = json.loads(json.dumps(CONTRACT.to_dict()))
     published = {**contract, "model_fingerprint": FINGERPRINT}
     assert call(make(), "/v1/contract").json == published
+
+
+def test_model_is_chosen_by_the_path_and_by_the_body() -> None:
+    """At the path of a model, the model in a body is ignored, as by a server of one model."""
+    clients = {"reward_model": FakeClient(), "harmless": FakeClient()}
+    app = front_of_models(clients)
+    asked = {name: client.asked for name, client in clients.items()}
+    named = {route.path for route in ROUTES if "model" in route.request.model_fields}
+    assert named == {
+        *("/v1/rewards", "/classify", "/pooling", "/score", "/v1/score"),
+        *("/rerank", "/v1/rerank", "/v2/rerank"),
+    }
+    bodies: dict[str, Any] = {**GOOD, "/rerank": {"query": "a", "documents": ["b"]}}
+    for path, body in bodies.items():
+        in_body = {**body, "model": "harmless"}
+        # Path and body -> the model that answers.
+        cases = [(path, body, "reward_model"), (f"/models/harmless{path}", body, "harmless")]
+        if path in named:
+            cases.append((path, in_body, "harmless"))
+            cases.append((f"/models/reward_model{path}", in_body, "reward_model"))
+        for called, sent, name in cases:
+            answer = call(app, called, sent)
+            assert answer.status == 200, (called, answer.body)
+            assert {each for each, calls in asked.items() if calls} == {name}, (called, sent)
+            if isinstance(answer.json, dict):
+                assert answer.json.get("model", name) == name, (called, sent)
+            for calls in asked.values():
+                calls.clear()
+    call(app, "/classify", {"text": "a", "model": "harmless"})
+    assert asked["harmless"] == [["a"]]
+    for prefix in ("/ng-rollout/r1/models/harmless", "/models/harmless/ng-rollout/r1"):
+        assert call(app, f"{prefix}/verify", GOOD["/verify"]).status == 200
+    assert len(asked["harmless"]) == 3
+
+
+def test_unknown_model_is_refused_after_the_token_in_the_form_of_the_route() -> None:
+    clients = {"reward_model": FakeClient(), "harmless": FakeClient()}
+    app, reason = (
+        front_of_models(clients, "s3cret"),
+        "unknown model 'x'. Models: reward_model, ",
+    )
+    for path in ("/classify", "/get_reward", "/v2/models/reward_model/infer", "/metrics"):
+        body = None if path == "/metrics" else GOOD.get(path, b"")
+        answer = call(app, f"/models/x{path}", body)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        answer = call(app, f"/models/x{path}", body, BEARER)
+        assert (answer.status, reason in message(answer)) == (404, True), path
+    assert call(app, "/models/harmless/ready").status == 200
+    error = call(app, "/classify", {"input": "a", "model": "x"}, BEARER).json["error"]
+    assert (error["type"], error["code"]) == ("NotFoundError", 404)
+    # A single model answers under any name in a body, but has only its own path.
+    assert call(make(), "/classify", {"input": "a", "model": "x"}).json["model"] == "reward_model"
+    assert call(make(), "/models/reward_model/classify", {"input": "a"}).status == 200
+    assert call(make(), "/models/x/classify", {"input": "a"}).status == 404
 
 
 def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
@@ -84,8 +139,8 @@ def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
 def test_gateway_parses_a_body_of_the_first_route_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing runs on the event loop, which answers nothing else meanwhile."""
     app = make()
-    parse = Mock(wraps=front_app.from_json)
-    monkeypatch.setattr(front_app, "from_json", parse)
+    parse = Mock(wraps=front_routes.from_json)
+    monkeypatch.setattr(front_routes, "from_json", parse)
     assert call(app, "/classify", GOOD["/classify"]).status == 200
     assert call(app, "/classify", {"text": "ab"}).status == 200
     assert call(app, "/rerank", GOOD["/rerank"]).status == 200

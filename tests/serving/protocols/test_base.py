@@ -58,6 +58,7 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
     assert statuses == {
         "bad request": 400,
         "unauthorized": 401,
+        "unknown model": 404,
         "too large": 413,
         "unscored": 400,
         "busy": 503,

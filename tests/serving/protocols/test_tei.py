@@ -97,6 +97,7 @@ def test_tei_errors_have_its_types() -> None:
     assert types == {
         "bad_request": "Validation",
         "unauthorized": "Validation",
+        "unknown_model": "Validation",
         "too_large": "Validation",
         "unscored": "Validation",
         "busy": "Overloaded",

@@ -1,0 +1,65 @@
+"""The models of a front, chosen by the path ``/models/NAME/...`` or by the ``model`` of a body."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
+from nemo_aligner.serving.scoring import ScoringService
+from nemo_aligner.utils.errors import shown
+
+_PREFIX = re.compile(r"/models/(?P<name>[^/]+)(?=/)")
+
+
+@dataclass(frozen=True)
+class HostedModel:
+    """A model with its scoring service, and with the KServe endpoints of a server of it alone."""
+
+    scoring: ScoringService
+    endpoints: Sequence[Endpoint]
+
+    @property
+    def name(self) -> str:
+        return self.scoring.model_name
+
+    def name_route(self, path: str) -> str:
+        """Return the path of a route by which metrics and the log tell this model from others."""
+        return path if self.name == MODEL_NAME else f"/models/{self.name}{path}"
+
+
+class HostedModels:
+    """The models of a front by their names; the first one is the main model."""
+
+    def __init__(self, models: Sequence[HostedModel]) -> None:
+        self._models = {model.name: model for model in models}
+
+    def __iter__(self) -> Iterator[HostedModel]:
+        return iter(self._models.values())
+
+    def __getitem__(self, name: str) -> HostedModel:
+        """Return the model of this name; RequestError if there is none."""
+        if name not in self._models:
+            raise RequestError(
+                f"unknown model {shown(name)}. Models: {', '.join(self._models)}",
+                FailureKind.unknown_model,
+            )
+        return self._models[name]
+
+    def choose(self, name: str | None) -> HostedModel:
+        """Choose the model for the ``model`` of a body; None is the main model.
+
+        A single model answers under any name, because clients of vLLM have to send one.
+        """
+        if name is None or len(self._models) == 1:
+            return next(iter(self))
+        return self[name]
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """Split a path into the model's name (None without ``/models/NAME``) and the route's path."""
+    match = _PREFIX.match(path)
+    return (None, path) if match is None else (match["name"], path[match.end() :])
