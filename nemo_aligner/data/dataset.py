@@ -294,9 +294,8 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
             counts |= {"contradicted": int(opposed.sum())} if opposed.any() else {}
         if repeated:
             counts["duplicates"] = counts.get("duplicates", 0) + repeated
-        reports.append(
-            FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
-        )
+        report = FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
+        reports.append(replace(report, content_digest=index.content_digest))
     return reports
 
 

@@ -408,6 +408,7 @@ class FileReport:
         columns: names of the label columns.
         prompts_in_training: number of prompts that are also in the training files; None for a
             training file.
+        content_digest: sha256 (hex) of the file's bytes when it was tokenized; None if it was not.
     """
 
     name: str
@@ -417,6 +418,7 @@ class FileReport:
     unit: str = "tokens"
     columns: tuple[str, ...] = ()
     prompts_in_training: int | None = None
+    content_digest: str | None = None
 
     @property
     def path(self) -> str:

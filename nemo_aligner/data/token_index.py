@@ -126,10 +126,14 @@ class FileIndex:
         prompts: the file's different prompts, by hash, each with the line of its first record.
         teacher_rewards: ``[Q]`` float32 reward that a teacher gives each sample, NaN if none does;
             empty if no record of the file has any.
+        content_digest: sha256 (hex) of the file's bytes; None if they were not hashed.
     """
 
-    def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
+    def __init__(
+        self, facts: IndexFacts, arrays: Arrays, content_digest: str | None = None
+    ) -> None:
         self.facts = facts
+        self.content_digest = content_digest
         self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
         self.offsets = arrays.read("offsets", _INT)
         self.sample_bounds = arrays.read("sample_bounds", _INT)

@@ -159,11 +159,21 @@ def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:
 
 
 def test_student_names_its_teacher_which_knows_what_it_learned(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = folder / "seen.nemo"
     rows = labelled(folder, "soft", teacher)
-    student = train(folder, "student", folder / "soft.jsonl")
+    learned = (folder / "soft.jsonl").read_bytes()
+
+    def change_data(*_: object) -> str:
+        """Change the file after the last step, before the archive is written."""
+        (folder / "soft.jsonl").write_bytes(learned * 2)
+        return ""
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nemo_aligner.training.run.render_candidates", change_data)
+        student = train(folder, "student", folder / "soft.jsonl")
+    (folder / "soft.jsonl").write_bytes(learned)
     with open_nemo(student) as opened:
         (file,) = training_data_of(opened.config) or ()
     assert file["sha256"] == content_digest(str(folder / "soft.jsonl"))
