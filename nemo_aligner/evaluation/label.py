@@ -24,7 +24,6 @@ from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.contract.readout import one_reward
-from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.formats.teacher import (
@@ -96,7 +95,7 @@ def label_file(options: Labelling) -> None:
     if Path(path).resolve() == options.output.resolve():
         raise ConfigError(f"output: {options.output} is the file to label. Name another")
     reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
-    file = read_records(path, reading)
+    file = read_records(path, reading, with_lines=True)
     rows = _read_rows(file, reading)
     if options.keep_confident is not None:
         _check_pairs(file)
@@ -132,9 +131,8 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
     Raises:
         DataError: a line has several records, or a record has another soft label already.
     """
-    lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     size = format_named(file.format, reading.pair_keys).lines_per_record
-    places = {line.number: place for place, line in enumerate(lines)}
+    places = {line.number: place for place, line in enumerate(file.lines)}
     rows, previous = [], None
     for record in file.records:
         if record.origin == previous:
@@ -143,7 +141,7 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
                 "whose rewards cannot be told apart. Write each comparison to its own line"
             )
         previous, place = record.origin, places[record.origin.line]
-        rows.append([line.value for line in lines[place : place + size]])
+        rows.append([line.value for line in file.lines[place : place + size]])
         if CHOSEN_PROBABILITY in rows[-1][0]:
             raise DataError(
                 f"{record.origin}: it has a {CHOSEN_PROBABILITY!r}, and a record cannot have two "
