@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import NO_ROWS, FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
@@ -71,7 +71,7 @@ def reward_endpoints(
         # Only failures while decoding are counted here: ``service.answer`` counts its own failures.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
-        scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
+        scored = await service.answer(request, NO_ROWS, is_probe=is_probe)
         if len(scored.rewards) <= _FEW_ROWS:
             return kserve.encode_rewards(scored)
         return await asyncio.to_thread(kserve.encode_rewards, scored)

@@ -111,6 +111,11 @@ def return_one(samples: list[dict[str, Any]]) -> list[float]:
     return [1.0]
 
 
+def length_of_text(samples: list[dict[str, Any]]) -> list[float | None]:
+    """No score for a text with y."""
+    return [None if "y" in sample["text"] else len(sample["text"]) for sample in samples]
+
+
 async def coroutine(samples: list[dict[str, Any]]) -> list[float]:
     return []
 
@@ -445,6 +450,19 @@ def test_functions_alone_score_texts_and_may_skip_samples(monkeypatch: pytest.Mo
     (_, chats, *_) = asked(monkeypatch, calls[:2], client=False, functions=functions)
     assert chats.json["rewards"] == [[2.0], None]
     assert chats.json["errors"] == [{"row": 1, "message": "x: the function returned no number"}]
+
+
+def test_only_a_rejected_sample_gets_the_reward_that_is_set_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample that a part does not score fails the request, also next to a rejected one."""
+    calls: Calls = [("/get_reward", {"query": query}) for query in (["xx", ""], ["", "xx", "xy"])]
+    functions = {"length": f"{MODULE}:length_of_text"}
+    settings = {"refused_reward": -5.0}
+    rejected, failed = asked(monkeypatch, calls, functions=functions, settings=settings)
+    assert rejected.json["rewards"] == [total("xx") / 2 + 2, -5.0]
+    assert failed.status == 400
+    assert "row 2: length: the function returned no number" in json.dumps(failed.json)
 
 
 def test_rejected_samples_are_not_judged_and_a_bad_prompt_is_still_blamed(

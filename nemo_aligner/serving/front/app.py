@@ -24,7 +24,7 @@ import nemo_aligner
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
-from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
+from nemo_aligner.serving.failures import NO_ROWS, FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.bodies import BodyReader, RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
@@ -410,19 +410,16 @@ class _RouteHandler:
     async def _score_rows(self, route: Route[Any], request: ScoreRequest) -> ScoredRows:
         """Score a request; rows that get ``refused_reward`` have NaN and the reason.
 
-        Rows are set aside only after the model has rejected one of them. If a judge or a server
-        fails first, the request fails, because the trainer can send it again.
+        Only a rejected sample gets it. If a judge or a server fails, the request fails, because the
+        trainer can send it again.
         """
-        try:
-            return await self._scoring.answer(request, route.sets_rows_aside)
-        except RequestError as refusal:
-            is_sample = refusal.kind is FailureKind.bad_request and refusal.row is not None
-            reward = self._config.refused_reward
-            if not (is_sample and route.takes_refused_reward) or reward is None:
-                raise
-            status = refusal.kind.status
-            self._notices.note_rejection(route.path, status, refusal.message, reward)
-        return await self._scoring.answer(request, sets_rows_aside=True)
+        reward = self._config.refused_reward
+        scored = await self._scoring.answer(request, route.rows_aside(reward))
+        if scored.errors and not route.sets_rows_aside:
+            row, status = min(scored.errors), FailureKind.bad_request.status
+            message = f"row {row}: {scored.errors[row]}"
+            self._notices.note_rejection(route.path, status, message, reward)
+        return scored
 
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
@@ -453,7 +450,7 @@ class _RouteHandler:
         If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
         Otherwise the prompt is at fault, so raise the error of ``other``.
         """
-        scored = await self._scoring.answer(other, False, is_probe=True)
+        scored = await self._scoring.answer(other, NO_ROWS, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
         # The other reply's reward is not used, only the number of attributes, for a row of NaN.
         no_rewards = np.full_like(scored.rewards, np.nan)

@@ -24,7 +24,13 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.contract.readout import one_reward, weighted_components
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import (
+    ALL_ROWS,
+    NO_ROWS,
+    REJECTED_ROWS,
+    FailureKind,
+    RequestError,
+)
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
@@ -175,7 +181,7 @@ class Route(Generic[T]):
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
             the prompt is at fault, and ``refuse`` builds the answer.
-        takes_refused_reward: whether a row that cannot be scored gets the setting
+        takes_refused_reward: whether a rejected row gets the setting
             ``refused_reward``, if it is not null. It is for trainers whose runs end without a
             reward for each sample.
         marks: names of fields that only this protocol has. They select this route if another
@@ -203,6 +209,13 @@ class Route(Generic[T]):
             RequestError: the body has too many samples.
         """
         return parse_body(self.request, body)
+
+    def rows_aside(self, refused_reward: float | None) -> frozenset[FailureKind]:
+        """Return the failures with which a row does not fail the request (see ``failures.py``)."""
+        if self.sets_rows_aside:
+            return ALL_ROWS
+        has_reward = self.takes_refused_reward and refused_reward is not None
+        return REJECTED_ROWS if has_reward else NO_ROWS
 
 
 @dataclass(frozen=True)
