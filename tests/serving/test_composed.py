@@ -465,6 +465,32 @@ def test_only_a_rejected_sample_gets_the_reward_that_is_set_for_it(
     assert "row 2: length: the function returned no number" in json.dumps(failed.json)
 
 
+def test_one_answer_has_all_rows_that_the_judge_cannot_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client of KServe would send the others again, and each time they would be judged."""
+    replies = ("b 4", "long 1", "c 2", "forbidden 1", "")
+    prompts = (USER, USER, USER, USER, {"role": "user", "content": ""})
+    rows = [json.dumps(conversation(*row)) for row in zip(replies, prompts, strict=True)]
+    tensor = {"name": "conversations", "datatype": "BYTES", "shape": [5, 1], "data": rows}
+    path, body = "/v2/models/reward_model/infer", {"inputs": [tensor]}
+    calls: Calls = [(path, {**body, "parameters": {"row_errors": True}})]
+    fake, client = FakeJudge(), FakeClient()
+    (answer,) = asked(monkeypatch, calls, fake, client=client, task=JudgeTask.rating)
+    outputs = {entry["name"]: entry["data"] for entry in answer.json["outputs"]}
+    rewards = [modelled("b 4") + 4, None, modelled("c 2") + 2, None, None]
+    assert outputs["rewards"] == rewards
+    too_long = "judge: it answers HTTP 400: 'The prompt is too long.'"
+    reasons = ["", too_long, "", "judge: it answers HTTP 401: 'no'", "the text is empty"]
+    assert outputs["errors"] == reasons
+    assert (len(fake.requests), len(client.asked)) == (4, 1)
+    # Without the parameter, or if the judge is gone for a row, the request fails as a whole.
+    rows[1:] = [json.dumps(conversation("dies 1"))]
+    tensor["shape"] = [2, 1]
+    for answer in asked(monkeypatch, [*calls, (path, body)], fake, task=JudgeTask.rating):
+        assert (answer.status, answer.json["error"][:14]) == (503, "row 1: judge: ")
+
+
 def test_rejected_samples_are_not_judged_and_a_bad_prompt_is_still_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

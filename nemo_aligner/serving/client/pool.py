@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -144,12 +144,12 @@ class ServerPool:
         return min(limits), len(limits)
 
     async def infer(
-        self, inputs: Tensors, rows: int, is_probe: bool = False, prefix: bytes | None = None
+        self, inputs: Tensors, rows: int, marks: Collection[str] = (), prefix: bytes | None = None
     ) -> ScoredRows:
         """Score one request with ``rows`` rows, whose encoded tensors are ``inputs``.
 
-        With ``is_probe``, the server does not count the request in its statistics. Requests with
-        the same ``prefix``, which stands for the beginning of their samples, go to the same server
+        ``marks`` are parameters of the request (``kserve_body.encode_body``). Requests with the
+        same ``prefix``, which stands for the beginning of their samples, go to the same server
         if it is not busy.
 
         Raises:
@@ -162,12 +162,13 @@ class ServerPool:
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decode_scored(outputs, rows, server)
             columns = scored.rewards.shape[1]
-            self._contract_check.check_reward(
-                server, scored.contract_hash, columns, scored.model_fingerprint
-            )
+            if len(scored.errors) < rows:  # otherwise there is no reward that could have a contract
+                self._contract_check.check_reward(
+                    server, scored.contract_hash, columns, scored.model_fingerprint
+                )
             return scored
 
-        return await self.send_request(inputs, rows, read, is_probe=is_probe, prefix=prefix)
+        return await self.send_request(inputs, rows, read, marks=marks, prefix=prefix)
 
     async def send_request(
         self,
@@ -176,20 +177,20 @@ class ServerPool:
         read: Callable[[Tensors, str], T],
         *,
         may_repeat: bool = True,
-        is_probe: bool = False,
+        marks: Collection[str] = (),
         prefix: bytes | None = None,
     ) -> T:
         """Send a request to a server, and return ``read(outputs, server name)``.
 
         With ``may_repeat=False``, a request without an answer is not sent again. ``infer`` explains
-        ``is_probe`` and ``prefix``.
+        ``marks`` and ``prefix``.
 
         Raises:
             RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
         """
 
         async def infer(server: RemoteServer) -> T:
-            return read(await server.infer(inputs, is_probe), server.name)
+            return read(await server.infer(inputs, marks), server.name)
 
         async with self._gate:
             return await self._call_server(infer, rows, may_repeat, prefix)
@@ -503,7 +504,8 @@ def _retrieve_error(first: asyncio.Task[None]) -> None:
 def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     try:
         scored = kserve.decode_rewards(outputs)
-        if scored.rewards.ndim == 2 and len(scored.rewards) == rows:
+        is_in_range = max(scored.errors, default=0) < rows
+        if scored.rewards.ndim == 2 and len(scored.rewards) == rows and is_in_range:
             return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass

@@ -15,7 +15,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -142,8 +142,8 @@ class RemoteServer:
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
-    async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Send a request for rewards, and return the outputs; the server does not count a probe.
+    async def infer(self, inputs: Tensors, marks: Collection[str] = ()) -> Tensors:
+        """Send a request with parameters ``marks`` for rewards, and return the outputs.
 
         Raises:
             RefusedError: the server rejected the request.
@@ -151,7 +151,7 @@ class RemoteServer:
         """
         with self._tracking_request():
             try:
-                return await self._infer(self._model_name, inputs, None, is_probe)
+                return await self._infer(self._model_name, inputs, None, marks)
             except RefusedError as error:
                 if error.status == 404:  # the server has restarted and loads its model
                     raise UnavailableError(error.message) from error
@@ -368,9 +368,9 @@ class RemoteServer:
             self._contract_check.withdraw(self.name)
 
     async def _infer(
-        self, model_name: str, inputs: Tensors, timeout_s: float | None, is_probe: bool = False
+        self, model_name: str, inputs: Tensors, timeout_s: float | None, marks: Collection[str] = ()
     ) -> Tensors:
-        body, headers = kserve_body.encode_body(inputs, is_probe)
+        body, headers = kserve_body.encode_body(inputs, marks)
         path = f"models/{quote(model_name)}/infer"
         answer, answer_headers = await self._send("POST", path, timeout_s, body, headers)
         try:
