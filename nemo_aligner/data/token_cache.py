@@ -285,10 +285,10 @@ class _ProgressLines:
         self._start = self._last = time.monotonic()
 
     def __call__(self, records: int) -> None:
-        now = time.monotonic()
-        if now - self._last > self._SECONDS:
-            self._last = now
-            rate = records / (now - self._start)
+        time_s = time.monotonic()
+        if time_s - self._last > self._SECONDS:
+            self._last = time_s
+            rate = records / (time_s - self._start)
             self._say(f"{self._path}: {records} records tokenized, {rate:.0f} per second")
 
 

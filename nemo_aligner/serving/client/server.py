@@ -110,13 +110,13 @@ class RemoteServer:
         self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
 
-    def is_ready(self, now: float) -> bool:
+    def is_ready(self, time_s: float) -> bool:
         """Tell whether the server may get requests for rewards."""
-        return self.limit is not None and now >= self.again_at
+        return self.limit is not None and time_s >= self.again_at
 
-    def is_full(self, now: float) -> bool:
+    def is_full(self, time_s: float) -> bool:
         """Tell whether the server is full: the pause of its ``Retry-After`` is not over."""
-        return self.limit is not None and self._has_retry_after and now < self.again_at
+        return self.limit is not None and self._has_retry_after and time_s < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
         """Start a handshake, or return the running one."""
@@ -124,12 +124,12 @@ class RemoteServer:
             self.handshake = asyncio.ensure_future(self._handshake())
         return self.handshake
 
-    def start_handshake_if_due(self, now: float, tried_since: float) -> None:
+    def start_handshake_if_due(self, time_s: float, tried_since: float) -> None:
         """Start a handshake if the server is unavailable and its pause is over.
 
         The pause is ignored if the last handshake was before ``tried_since``.
         """
-        due = now >= self.again_at or self.tried_at < tried_since
+        due = time_s >= self.again_at or self.tried_at < tried_since
         if self.limit is None and due:
             self.start_handshake()
 
