@@ -45,7 +45,7 @@ from nemo_aligner.utils.writing import write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
-VERSION = 8
+VERSION = 9
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
