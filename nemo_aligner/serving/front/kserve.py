@@ -148,8 +148,8 @@ class KServe:
             return _error_answer(405, f"{path}: got {method}, wanted GET")
         if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
-            about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
-            return KServeAnswer.of_json(about)
+            server = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
+            return KServeAnswer.of_json(server)
         if path == "/v2/health/live":
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":

@@ -148,8 +148,8 @@ def _service_metrics(scoring: ScoringService) -> Iterator[Metric]:
     )
     contract = scoring.contract
     gauges = {
-        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
-        for name, about in (
+        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", meaning, labels=["attribute"])
+        for name, meaning in (
             ("rows", "number of latest rewards in the other gauges"),
             ("mean", "mean of the latest rewards"),
             ("std", "standard deviation of the latest rewards"),
@@ -176,8 +176,8 @@ def _backend_metrics(statistics: Statistics) -> Iterator[Metric]:
         labels=["backend"],
     )
     counters = {
-        name: CounterMetricFamily(f"{_SERVER}_{name}", about, labels=["backend"])
-        for name, about in COUNTED.items()
+        name: CounterMetricFamily(f"{_SERVER}_{name}", meaning, labels=["backend"])
+        for name, meaning in COUNTED.items()
     }
     for url, counts in statistics.items():
         up.add_metric([url], counts is not None)

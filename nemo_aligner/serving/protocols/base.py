@@ -166,7 +166,7 @@ class Route(Generic[T]):
 
     Attributes:
         path: path of the URL, for POST requests.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         request: model of the body; a body that does not fit is rejected with a one-line message.
         response: model of the answer, for the OpenAPI page.
         read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
@@ -189,7 +189,7 @@ class Route(Generic[T]):
     """
 
     path: str
-    about: str
+    summary: str
     request: type[T]
     response: type[BaseModel]
     read: Callable[[T], ScoreRequest]
@@ -224,7 +224,7 @@ class PlainRoute:
 
     Attributes:
         path: path of the URL.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         answer: converts the bytes of a body to the answer; raises ServingError (HTTP 400) if the
             body is invalid.
         method: HTTP method of its requests.
@@ -233,7 +233,7 @@ class PlainRoute:
     """
 
     path: str
-    about: str
+    summary: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
     is_slow: bool = False
@@ -245,13 +245,13 @@ class ModelRoute:
 
     Attributes:
         path: path of the URL.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         answer: builds the answer from the scoring contract (None if the backends publish none)
             and the settings of the server or gateway.
     """
 
     path: str
-    about: str
+    summary: str
     answer: Callable[[ScoringContract | None, FrontConfig], HttpAnswer]
 
 
