@@ -174,7 +174,7 @@ def render_http_api() -> str:
         parts.append(f"## {heading}\n\n{as_markdown(module.__doc__ or '')}\n")
         paths: dict[type, str] = {}
         for route in getattr(module, "ROUTES", ()):
-            parts.append(f"### POST {route.path}\n\n{route.about}.\n")
+            parts.append(f"### POST {route.path}\n\n{route.summary}.\n")
             for title, body in (("Request", route.request), ("Answer", route.response)):
                 if body in paths:
                     parts.append(f"**{title}.** As for `POST {paths[body]}`.\n")
@@ -183,7 +183,7 @@ def render_http_api() -> str:
                     parts.append(_render_body(title, body.model_json_schema()))
         for route in (*getattr(module, "PLAIN_ROUTES", ()), *getattr(module, "MODEL_ROUTES", ())):
             method = getattr(route, "method", "GET")
-            parts.append(f"### {method} {route.path}\n\n{route.about}.\n")
+            parts.append(f"### {method} {route.path}\n\n{route.summary}.\n")
     return "\n".join(parts)
 
 

@@ -1,11 +1,12 @@
 #!/bin/bash
 # GRPO in slime with a reward model of nemo_aligner, on one node of 8 GPUs; run it in slime's folder.
 #
-#   nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
+#   nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555 server.refused_reward=-5
 #   ray start --head --num-gpus 8 && bash slime_grpo.sh
 #
 # A line of prompts.jsonl is {"prompt": [{"role": "user", "content": "What is red?"}]}. The policy
 # and the reward model must have the same chat template, because slime sends texts.
+# Without refused_reward, a reply that the reward model cannot score ends the run.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/remote_rm
 MODEL=${MODEL:-/root/Qwen3-4B}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError
+
+_SHORTEN = "Shorten the prompt or the reply, or use a model with a larger seq_length"
 
 
 class TextEncoder:
@@ -19,7 +21,10 @@ class TextEncoder:
 
     def encode(self, text: Text) -> EncodedText:
         """Turn one sample into token ids; DataError if the contract rejects it."""
-        encoded = self.contract.encode(self.tokenizer, text)
+        try:
+            encoded = self.contract.encode(self.tokenizer, text)
+        except OverlongError as error:
+            raise OverlongError(f"{error}. {_SHORTEN}") from error
         self._check_ids(encoded.token_ids)
         return encoded
 
@@ -39,8 +44,10 @@ class TextEncoder:
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         if not 1 <= len(token_ids) <= self.contract.seq_length:
+            advice = _SHORTEN if token_ids else "Leave the sequence out"
             raise DataError(
-                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
+                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} "
+                f"(seq_length). {advice}"
             )
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.tokenizer.vocab_size:

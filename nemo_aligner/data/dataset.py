@@ -23,7 +23,7 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
 from nemo_aligner.data.formats.teacher import teacher_rewards
-from nemo_aligner.data.records import Origin, Record, label_rows
+from nemo_aligner.data.records import Origin, Record, hash_principle, label_rows
 from nemo_aligner.data.report import FileReport, find_contradicted, find_members
 from nemo_aligner.data.token_index import (
     FileIndex,
@@ -53,6 +53,8 @@ class TokenizedDataset:
         reports: one report for each file.
         prefixes: ``[N]`` int32 number of tokens that all samples of a record share at the
             beginning; 0 for a single sample.
+        principles: the principle of each record, "" if it has none; empty if there are none, or too
+            many for metrics by principle.
         known_digest: the value of ``digest`` if it follows from the digests of the indexes; None
             if records were selected, so that ``digest`` has to be computed from the tokens.
     """
@@ -66,6 +68,7 @@ class TokenizedDataset:
     sources: Sequence[str]
     reports: Sequence[FileReport]
     prefixes: Tensor
+    principles: Sequence[str] = ()
     known_digest: str | None = None
 
     def __len__(self) -> int:
@@ -192,6 +195,7 @@ class TokenizedDataset:
             known_digest=None,
             origins=[self.origins[index] for index in indices],
             sources=[self.sources[index] for index in indices],
+            principles=[self.principles[index] for index in indices] if self.principles else (),
             prefixes=self.prefixes[torch.as_tensor(indices, dtype=torch.int64)],
         )
 
@@ -260,8 +264,22 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
         sources=Sources([(list(index.facts.summary.sources), index.sources) for index in indexes]),
         reports=reports,
         prefixes=_join([index.prefixes for index in indexes]),
+        principles=_join_principles(indexes),
         known_digest=_join_digests([index.facts.digest for index in indexes]),
     )
+
+
+def _join_principles(indexes: Sequence[FileIndex]) -> Sequence[str]:
+    names = [index.facts.principles for index in indexes]
+    if None in names or not any(names):
+        return ()
+    parts = []
+    for index in indexes:
+        by_key = {hash_principle(name): name for name in ("", *(index.facts.principles or ()))}
+        keys = np.array(sorted(by_key), dtype=np.uint64)
+        codes = np.searchsorted(keys, index.principle_keys)
+        parts.append(([by_key[int(key)] for key in keys], codes))
+    return Sources(parts)
 
 
 def _join_digests(digests: Sequence[str]) -> str:
@@ -294,9 +312,8 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
             counts |= {"contradicted": int(opposed.sum())} if opposed.any() else {}
         if repeated:
             counts["duplicates"] = counts.get("duplicates", 0) + repeated
-        reports.append(
-            FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
-        )
+        report = FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
+        reports.append(replace(report, content_digest=index.content_digest))
     return reports
 
 

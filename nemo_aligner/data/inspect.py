@@ -224,10 +224,10 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     # There may be fewer labels than steps: a rating of the whole sample has one. Labels are shown
     # at the last steps, and earlier steps show nothing.
     unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
-    shown = [*unlabelled, *(f", label {label}" for label in labels)]
+    endings = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):
         token = f"{ids[place]} {tokenizer.decode([ids[place]])!r}"
-        lines.append(f"   step {number + 1} scored at token {place + 1}: {token}{shown[number]}")
+        lines.append(f"   step {number + 1} scored at token {place + 1}: {token}{endings[number]}")
     return lines
 
 

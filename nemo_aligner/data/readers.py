@@ -30,7 +30,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
 )
 from nemo_aligner.data.clean import MalformedRule, check_malformed, find_drop_reason, nothing_left
-from nemo_aligner.data.files import AnyLine, Block, BlockFile, count_swallowed
+from nemo_aligner.data.files import AnyLine, Block, BlockFile, Line, count_swallowed
 from nemo_aligner.data.formats import (
     check_lines_are_whole,
     choose_format,
@@ -122,6 +122,7 @@ class RecordFile:
         columns: names of the label columns (see ``ReaderConfig.set_columns_of``).
         counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
         unread: for each column that was not read, the number of lines that have it.
+        lines: the lines that are a JSON object, in the order of the file; only if requested.
     """
 
     path: str
@@ -132,16 +133,21 @@ class RecordFile:
     counts: dict[str, int] = field(default_factory=dict)
     malformed: list[MalformedRecord] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
+    lines: list[Line] = field(default_factory=list)
 
 
-def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
+def read_records(
+    path: str | Path, reading: ReaderConfig, *, with_lines: bool = False
+) -> RecordFile:
     """Read all usable records of a file of comparisons or ratings; check that there are some.
+
+    ``with_lines`` also keeps the lines that they were read from.
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
         DataError: the file cannot be read, too many records are malformed, or none is usable.
     """
-    file = parse_file(path, reading)
+    file = parse_file(path, reading, with_lines=with_lines)
     check_malformed([file], reading.rule)
     if not file.records:
         raise nothing_left(file.path, file.counts)
@@ -251,8 +257,10 @@ def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> fro
     return frozenset((both & ~np.uint64(1)).tolist())
 
 
-def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
+def parse_file(path: str | Path, reading: ReaderConfig, *, with_lines: bool = False) -> RecordFile:
     """Read a file, without an error if many records are malformed or no usable one is left.
+
+    ``with_lines`` also keeps the lines that the records were read from.
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
@@ -264,6 +272,8 @@ def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
     for block in blocks:
         lines = block.lines(rules.path)
         file.records.extend(rules.records(lines, counts, file.malformed, file.unread))
+        if with_lines:
+            file.lines.extend(line for line in lines if isinstance(line, Line))
     file.counts.update(+counts, kept=len(file.records))
     return file
 

@@ -175,7 +175,11 @@ def record_principle(record: Record) -> str:
 
 def principle_key(record: Record) -> int:
     """Hash the principle of a record to 64 bits; 0 if it has none."""
-    principle = record_principle(record)
+    return hash_principle(record_principle(record))
+
+
+def hash_principle(principle: str) -> int:
+    """Hash a principle, a result of ``record_principle``, to 64 bits; "" gives 0."""
     return short_hash(principle.encode()) if principle else 0
 
 

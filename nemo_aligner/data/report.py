@@ -408,6 +408,7 @@ class FileReport:
         columns: names of the label columns.
         prompts_in_training: number of prompts that are also in the training files; None for a
             training file.
+        content_digest: sha256 (hex) of the file's bytes when it was tokenized; None if it was not.
     """
 
     name: str
@@ -417,6 +418,7 @@ class FileReport:
     unit: str = "tokens"
     columns: tuple[str, ...] = ()
     prompts_in_training: int | None = None
+    content_digest: str | None = None
 
     @property
     def path(self) -> str:
@@ -434,8 +436,8 @@ class FileReport:
         Counts of problems that are 0 are left out, except for the number of dropped records, unless
         ``with_zeros`` is True.
         """
-        shown = ("kept", "prompts also in training")
-        rows = [row for row in self.rows() if with_zeros or row[1] != 0 or row[0] in shown]
+        always = ("kept", "prompts also in training")
+        rows = [row for row in self.rows() if with_zeros or row[1] != 0 or row[0] in always]
         return self._render(rows, most_malformed)
 
     def overview(self) -> str:
@@ -443,8 +445,8 @@ class FileReport:
 
         Related facts share a row. Nothing that points at a problem in the data is left out.
         """
-        shown = ("kept", "prompts also in training")
-        rows = {name: value for name, value in self.rows() if value != 0 or name in shown}
+        always = ("kept", "prompts also in training")
+        rows = {name: value for name, value in self.rows() if value != 0 or name in always}
         num_read, num_used = rows["records"], rows.pop("kept")
         records = [str(num_read), "all kept" if num_used == num_read else f"{num_used} kept"]
         if num_used == num_read:

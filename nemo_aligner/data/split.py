@@ -19,7 +19,6 @@ import numpy as np
 from nemo_aligner.contract.messages import first_prompt
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_malformed
-from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.formats.prompts import count_records
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
@@ -73,7 +72,7 @@ def split_file(source: Path, folder: Path, settings: Split) -> str:
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
     check_names(settings.reading.attributes)
-    file = read_records(source, settings.reading)
+    file = read_records(source, settings.reading, with_lines=True)
     keys = prompt_keys(file.records, settings.by)
     if settings.similar is not None:
         keys = _merge_keys(keys, _similar_keys(keys, settings.similar))
@@ -150,8 +149,11 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Map the number of each record's first line to all its lines, as they are in the file."""
-    lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
+    """Map the number of each record's first line to all its lines, as they are in the file.
+
+    ``file`` was read with its lines.
+    """
+    lines = file.lines
     count = format_named(file.format, None).lines_per_record
     return {
         first.number: [

@@ -26,11 +26,13 @@ from nemo_aligner import __version__
 from nemo_aligner.data.formats import custom_format_source
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.token_index import (
+    Arrays,
     ArraysInFolder,
     ArraysInMemory,
     FileIndex,
     IndexFacts,
     IndexRules,
+    ShowProgress,
     make_index,
 )
 from nemo_aligner.data.token_workers import usable_processes
@@ -43,7 +45,7 @@ from nemo_aligner.utils.writing import write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
-VERSION = 8
+VERSION = 9
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
@@ -141,7 +143,8 @@ def open_index(folder: Path, path: str) -> FileIndex | None:
         # Compare sizes first, because they show a truncated copy without reading it.
         if arrays.sizes() != header["sizes"] or not _is_up_to_date(header, folder, path):
             return None
-        return FileIndex(IndexFacts.from_dict(header["facts"], path), arrays)
+        facts = IndexFacts.from_dict(header["facts"], path)
+        return FileIndex(facts, arrays, header["content"])
     except (OSError, ValueError, KeyError, TypeError):
         # Another version wrote the index, or it is damaged. The caller writes it again.
         return None
@@ -175,11 +178,14 @@ def _is_settled(stat: FileStat, now_ns: int) -> bool:
 
 
 def content_digest(path: str) -> str:
-    """Compute the sha256 (hex) of a file's bytes."""
+    """Compute the sha256 (hex) of a file's bytes; raise DataError if it cannot be read."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
+    try:
+        with open(path, "rb") as file:
+            while part := file.read(_READ_BYTES):
+                digest.update(part)
+    except OSError as error:
+        raise DataError(describe_unreadable(path, error)) from error
     return digest.hexdigest()
 
 
@@ -205,24 +211,42 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
 def _write_arrays(path: str, rules: IndexRules, part: Path, say: Say) -> None:
     start_ns, stat, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
     processes = min(usable_processes(), 1 + stat.size // _BYTES_PER_PROCESS)
+    index = _make_hashed_index(path, rules, stat, arrays, processes, _ProgressLines(path, say))
+    arrays.close()
+    header = {
+        "rules": describe_rules(rules),
+        "stamp": asdict(stat),
+        "settled": _is_settled(stat, start_ns),
+        "content": index.content_digest,
+        "sizes": arrays.sizes(),
+        "facts": index.facts.to_dict(),
+    }
+    _write_facts(part, header)
+
+
+def _make_hashed_index(
+    path: str,
+    rules: IndexRules,
+    stat: FileStat,
+    arrays: Arrays,
+    processes: int = 1,
+    show: ShowProgress | None = None,
+) -> FileIndex:
+    """Call ``make_index`` and hash the file; ``stat`` is the file's before.
+
+    Raises:
+        DataError: the file cannot be read or tokenized, or changed while it was tokenized.
+    """
     with ThreadPoolExecutor(1) as hasher:
         # hashlib releases the GIL, so that the file is hashed while it is tokenized.
         content = hasher.submit(content_digest, path)
-        index = make_index(path, rules, arrays, processes, _ProgressLines(path, say))
-        arrays.close()
-        header = {
-            "rules": describe_rules(rules),
-            "stamp": asdict(stat),
-            "settled": _is_settled(stat, start_ns),
-            "content": content.result(),
-            "sizes": arrays.sizes(),
-            "facts": index.facts.to_dict(),
-        }
+        index = make_index(path, rules, arrays, processes, show)
+        index.content_digest = content.result()
     if FileStat.of(path) != stat:
         raise DataError(
             f"{path}: the file changed while it was tokenized. Start again when it is complete"
         )
-    _write_facts(part, header)
+    return index
 
 
 def _write_facts(folder: Path, header: dict[str, Any]) -> None:
@@ -261,10 +285,10 @@ class _ProgressLines:
         self._start = self._last = time.monotonic()
 
     def __call__(self, records: int) -> None:
-        now = time.monotonic()
-        if now - self._last > self._SECONDS:
-            self._last = now
-            rate = records / (now - self._start)
+        time_s = time.monotonic()
+        if time_s - self._last > self._SECONDS:
+            self._last = time_s
+            rate = records / (time_s - self._start)
             self._say(f"{self._path}: {records} records tokenized, {rate:.0f} per second")
 
 
@@ -311,7 +335,7 @@ def open_indexes(
     opened = {
         path: _open(path, folders[path])
         if path in folders
-        else make_index(path, rules, ArraysInMemory())
+        else _make_hashed_index(path, rules, FileStat.of(path), ArraysInMemory())
         for path in different
     }
     return [opened[path] for path in paths]

@@ -40,6 +40,7 @@ from nemo_aligner.data.report import (
 )
 from nemo_aligner.data.token_workers import tokenize_blocks
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
+from nemo_aligner.metrics.table import MAX_SOURCES
 
 _INT = np.dtype(np.int64)
 _COUNT = np.dtype(np.int32)  # takes half the memory of int64, in arrays that every rank may hold
@@ -75,6 +76,8 @@ class IndexFacts:
             because of their tokens; if it is 0, the file has no usable record.
         token_type: name of the numpy type of the stored token ids, uint16 or int32.
         digest: sha256 (hex) of token ids, labels and ranks (see ``end_digest``).
+        principles: the different principles of the records, without ""; None if there are more
+            than ``MAX_SOURCES``, which no metrics are computed for.
     """
 
     summary: FileSummary
@@ -82,6 +85,7 @@ class IndexFacts:
     parsed: int
     token_type: str
     digest: str
+    principles: tuple[str, ...] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -91,7 +95,8 @@ class IndexFacts:
     def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
         """Restore the facts from the result of ``to_dict``; ``path`` is where the file is now."""
         summary = FileSummary.from_dict(values["summary"], path)
-        return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
+        lists = {name: values[name] and tuple(values[name]) for name in ("columns", "principles")}
+        return cls(**{**values, **lists, "summary": summary})
 
 
 class FileIndex:
@@ -123,13 +128,18 @@ class FileIndex:
         verdict_keys: ``[V]`` uint64 hashes of the verdicts of all records, record by record, to
             find opposite verdicts (``verdict_keys`` in data/records.py).
         verdict_counts: ``[N]`` int32 number of verdicts of each record; they add up to V.
+        principle_keys: ``[N]`` uint64 hash of each record's principle (``hash_principle``).
         prompts: the file's different prompts, by hash, each with the line of its first record.
         teacher_rewards: ``[Q]`` float32 reward that a teacher gives each sample, NaN if none does;
             empty if no record of the file has any.
+        content_digest: sha256 (hex) of the file's bytes; None if they were not hashed.
     """
 
-    def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
+    def __init__(
+        self, facts: IndexFacts, arrays: Arrays, content_digest: str | None = None
+    ) -> None:
         self.facts = facts
+        self.content_digest = content_digest
         self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
         self.offsets = arrays.read("offsets", _INT)
         self.sample_bounds = arrays.read("sample_bounds", _INT)
@@ -145,6 +155,7 @@ class FileIndex:
         self.verdict_keys = arrays.read("verdict_keys", _KEY)
         self.verdict_counts = arrays.read("verdict_counts", _COUNT)
         self.teacher_rewards = arrays.read("teacher_rewards", _LABEL)
+        self.principle_keys = arrays.read("principle_keys", _KEY)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
 
@@ -195,6 +206,7 @@ class _Writer:
         self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
+        self._principles: set[str] = set()
         self._ends = {"offsets": 0, "sample_bounds": 0, "reward_bounds": 0}
         self._digest = hashlib.sha256()
         for name in self._ends:
@@ -210,6 +222,8 @@ class _Writer:
         total.malformed += block.malformed[: MOST_KEPT - len(total.malformed)]
         total.pairs += block.pairs
         total.longer += block.longer
+        if len(self._principles) <= MAX_SOURCES:
+            self._principles |= block.principles
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
         self._add_ends("sample_bounds", parts.pop("sample_counts"))
@@ -295,8 +309,12 @@ class _Writer:
         )
         places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
         end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places, teacher)
-        digest, token_type = self._digest.hexdigest(), token_rules.token_type.name
-        return IndexFacts(summary, rules.columns, total.parsed, token_type, digest)
+        counted = summary, rules.columns, total.parsed, token_rules.token_type.name
+        return IndexFacts(*counted, self._digest.hexdigest(), self._list_principles())
+
+    def _list_principles(self) -> tuple[str, ...] | None:
+        are_few = len(self._principles) <= MAX_SOURCES
+        return tuple(sorted(self._principles)) if are_few else None
 
 
 def _read_teacher_rewards(arrays: Arrays) -> np.ndarray:

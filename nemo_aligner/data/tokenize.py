@@ -37,6 +37,7 @@ from nemo_aligner.data.records import (
     lengths_of_rewards,
     principle_key,
     prompt_hash,
+    record_principle,
     short_hash,
     verdict_keys,
 )
@@ -81,6 +82,7 @@ class TokenizedBlock:
         pairs: number of pairs of samples in which one sample is better than the other.
         longer: number of these pairs whose better reply is longer; equal lengths count one half.
         teachers: number of records by the JSON of their field ``teacher``; without "".
+        principles: the different principles of the records (``record_principle``), without "".
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -92,6 +94,7 @@ class TokenizedBlock:
     pairs: int = 0
     longer: float = 0.0
     teachers: Counter[str] = field(default_factory=Counter)
+    principles: set[str] = field(default_factory=set)
 
 
 class _TokenizedRecord(NamedTuple):
@@ -153,6 +156,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
         teachers=count_teachers([item.record for item in tokenized]),
+        principles={record_principle(item.record) for item in tokenized} - {""},
     )
 
 

@@ -491,10 +491,10 @@ def _replace_records(
     file: RecordFile, records: Sequence[Comparison | Rating], counts: Mapping[str, int]
 ) -> RecordFile:
     counts = {**counts, "kept": len(records)}
-    shown = {name: count for name, count in counts.items() if count or name == "kept"}
+    reported = {name: count for name, count in counts.items() if count or name == "kept"}
     if not records:
-        raise DataError(f"{file.path}: no record is left to evaluate: {shown}")
-    return replace(file, records=list(records), counts=shown)
+        raise DataError(f"{file.path}: no record is left to evaluate: {reported}")
+    return replace(file, records=list(records), counts=reported)
 
 
 def _encode_record(

@@ -24,7 +24,6 @@ from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.contract.readout import one_reward
-from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.formats.teacher import (
@@ -96,7 +95,7 @@ def label_file(options: Labelling) -> None:
     if Path(path).resolve() == options.output.resolve():
         raise ConfigError(f"output: {options.output} is the file to label. Name another")
     reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
-    file = read_records(path, reading)
+    file = read_records(path, reading, with_lines=True)
     rows = _read_rows(file, reading)
     if options.keep_confident is not None:
         _check_pairs(file)
@@ -113,8 +112,8 @@ def label_file(options: Labelling) -> None:
             _score_with(teacher, options, file, digest, layout, progress)
             for teacher in options.teachers
         ]
-        abouts, rewards = zip(*scored, strict=True)
-        labelled = _Labelled(file, list(abouts), np.stack(rewards))
+        descriptions, rewards = zip(*scored, strict=True)
+        labelled = _Labelled(file, list(descriptions), np.stack(rewards))
         on_main(partial(_write, options, labelled, rows, progress))
 
 
@@ -132,9 +131,8 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
     Raises:
         DataError: a line has several records, or a record has another soft label already.
     """
-    lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     size = format_named(file.format, reading.pair_keys).lines_per_record
-    places = {line.number: place for place, line in enumerate(lines)}
+    places = {line.number: place for place, line in enumerate(file.lines)}
     rows, previous = [], None
     for record in file.records:
         if record.origin == previous:
@@ -143,7 +141,7 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
                 "whose rewards cannot be told apart. Write each comparison to its own line"
             )
         previous, place = record.origin, places[record.origin.line]
-        rows.append([line.value for line in lines[place : place + size]])
+        rows.append([line.value for line in file.lines[place : place + size]])
         if CHOSEN_PROBABILITY in rows[-1][0]:
             raise DataError(
                 f"{record.origin}: it has a {CHOSEN_PROBABILITY!r}, and a record cannot have two "
@@ -216,13 +214,13 @@ def _score_records(
     source: RewardSource, trained_on_input: bool | None, file: RecordFile, progress: _Progress
 ) -> tuple[dict[str, Any], np.ndarray]:
     fingerprint = getattr(source.scorer, "fingerprint", None)
-    about = {
+    description = {
         "name": source.name,
         "model_fingerprint": fingerprint,
         "contract_hash": None if source.contract is None else source.contract.hash,
         "trained_on_input": trained_on_input,
     }
-    parts = progress.rewards_of(about)
+    parts = progress.rewards_of(description)
     done, total = min(len(parts) * _PART, len(file.records)), len(file.records)
     if done:
         say(f"{source.name}: {done} of {total} records were scored before")
@@ -235,10 +233,10 @@ def _score_records(
                 f"{fingerprint}, and is {scored.model_fingerprint}. Run the command again"
             )
         rewards = one_reward(source.rewards_of(scored), source.weights).astype(np.float32)
-        on_main(partial(progress.append, about, len(parts), rewards))
+        on_main(partial(progress.append, description, len(parts), rewards))
         parts.append(rewards)
         say(f"{source.name}: {min(start + _PART, total)} of {total} records")
-    return about, np.concatenate(parts)
+    return description, np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -268,17 +266,17 @@ class _Progress:
         header = json.dumps({"part": _PART, **identity})
         return cls(path, on_main(lambda: _read_progress(path, header)))
 
-    def rewards_of(self, about: dict[str, Any]) -> list[np.ndarray]:
+    def rewards_of(self, description: dict[str, Any]) -> list[np.ndarray]:
         """Return the rewards of a teacher's first parts, up to the first one that is missing."""
         parts: list[np.ndarray] = []
-        key = json.dumps(about)
+        key = json.dumps(description)
         while (key, len(parts)) in self.parts:
             parts.append(self.parts[key, len(parts)])
         return parts
 
-    def append(self, about: dict[str, Any], part: int, rewards: np.ndarray) -> None:
+    def append(self, description: dict[str, Any], part: int, rewards: np.ndarray) -> None:
         """Add a finished part to the file, on the first rank."""
-        row = {"teacher": json.dumps(about), "part": part, "rewards": _shortest(rewards)}
+        row = {"teacher": json.dumps(description), "part": part, "rewards": _shortest(rewards)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -310,12 +308,12 @@ class _Labelled:
 
     Attributes:
         file: the records, with Q samples.
-        abouts: M descriptions of teachers.
+        descriptions: M descriptions of teachers.
         rewards: ``[M, Q]`` float32; NaN for a sample that the teacher rejects.
     """
 
     file: RecordFile
-    abouts: list[dict[str, Any]]
+    descriptions: list[dict[str, Any]]
     rewards: np.ndarray
 
     def by_record(self) -> Iterator[tuple[Comparison, np.ndarray]]:
@@ -347,7 +345,7 @@ def _write(
         if options.keep_confident is not None and confidence(rewards) < options.keep_confident:
             counts["not confident"] += 1
             continue
-        first = _label(objects[0], record, rewards, labelled.abouts)
+        first = _label(objects[0], record, rewards, labelled.descriptions)
         if options.pseudo_labels:
             keys = options.reading.pair_keys or PairKeys()
             first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
@@ -362,7 +360,7 @@ def _write(
 
 
 def _label(
-    row: dict[str, Any], record: Comparison, rewards: np.ndarray, abouts: list[dict[str, Any]]
+    row: dict[str, Any], record: Comparison, rewards: np.ndarray, descriptions: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Add the teachers' opinion to the object of a record, whose rewards are ``[M, K]``.
 
@@ -370,7 +368,7 @@ def _label(
     """
     in_order = rewards[:, np.argsort(record.positions_in_record)]
     means = in_order.mean(axis=0).astype(np.float32)
-    labelled = {**row, TEACHER_REWARDS: _shortest(means), TEACHER: abouts}
+    labelled = {**row, TEACHER_REWARDS: _shortest(means), TEACHER: descriptions}
     labelled.pop(TEACHER_SPREAD, None)
     if len(rewards) > 1 and len(record.texts) == 2:
         labelled[TEACHER_SPREAD] = _spread(rewards)
@@ -437,26 +435,26 @@ def _render_report(
 ) -> str:
     """Render what was labelled, how soft the labels are, and how often teachers agree with them."""
     dropped = {name: count for name, count in labelled.file.counts.items() if name != "kept"}
-    shown = {**dropped, **counts, "written": len(labels)}
+    outcomes = {**dropped, **counts, "written": len(labels)}
     lines = [f"{labelled.file.path} ({labelled.file.format}) -> {written}"]
-    for about in labelled.abouts:
-        lines.append(
-            fit_row("  teacher", f"{about['name']}, fingerprint {about['model_fingerprint']}", 28)
-        )
-    parts = [f"{count} {name}" for name, count in shown.items() if count]
+    for description in labelled.descriptions:
+        name, fingerprint = description["name"], description["model_fingerprint"]
+        lines.append(fit_row("  teacher", f"{name}, fingerprint {fingerprint}", 28))
+    parts = [f"{count} {name}" for name, count in outcomes.items() if count]
     lines.append(fit_row("  records", ", ".join(parts), 28))
     summary = SoftLabelSummary.of_records(labels)
     assert summary is not None  # every record that is written has rewards
     lines += [fit_row(f"  {name}", value, 28) for name, value in summary.render_rows()]
-    for about in labelled.abouts:
-        if about["trained_on_input"]:
+    for description in labelled.descriptions:
+        name = description["name"]
+        if description["trained_on_input"]:
             lines.append(
-                f"warning: {about['name']} was trained on this very file, so it remembers its "
+                f"warning: {name} was trained on this very file, so it remembers its "
                 "labels. Label records that it has not seen, such as those of another fold."
             )
-        elif about["trained_on_input"] is None:
+        elif description["trained_on_input"] is None:
             lines.append(
-                f"note: {about['name']} does not say what it was trained on. If it has seen these "
+                f"note: {name} does not say what it was trained on. If it has seen these "
                 "records, it remembers their labels."
             )
     return "\n".join(lines)

@@ -206,7 +206,8 @@ class PairObjective(Objective):
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        metrics = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
+        sides, teacher = self._sides(rewards, records), teacher_sides(records)
+        metrics = measure_pairs(PairRewards.of(sides, lengths, teacher))
         return {**metrics, **self.learned_scalars(rewards)}
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
@@ -332,6 +333,16 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
     no uncertainty.
     """
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
+
+
+def teacher_sides(records: Records) -> Tensor | None:
+    """Return the teacher's rewards ``[P, 2]`` of the better and the worse reply of every pair.
+
+    They are NaN for a pair without soft labels. None if no record of the data set has any.
+    """
+    if records.teacher_rewards is None:
+        return None
+    return torch.stack(records.pairs().of(records.teacher_rewards), dim=1)
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:

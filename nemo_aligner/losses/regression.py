@@ -30,6 +30,7 @@ from nemo_aligner.losses.base import (
     check_above,
     check_integer,
     check_number,
+    teacher_sides,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.value import merge_attributes
@@ -387,7 +388,8 @@ class RankingAndRegression(RatingObjective):
         pairs = records.pairs()
         merged = self._merge(rewards + torch.tensor(records.labels.offsets(self.attributes)))
         pair_lengths = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
-        return PairRewards.of(torch.stack(pairs.of(merged), dim=1), pair_lengths)
+        sides = torch.stack(pairs.of(merged), dim=1)
+        return PairRewards.of(sides, pair_lengths, teacher_sides(records))
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:

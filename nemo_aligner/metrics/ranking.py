@@ -25,22 +25,34 @@ class PairRewards:
     Attributes:
         chosen, rejected: rewards of the two replies, ``[N]`` float64 on the CPU.
         reply_lengths: lengths of the chosen and the rejected reply in tokens, ``[N, 2]`` integer.
+        teacher_margins: a teacher's reward of the chosen reply minus that of the rejected one,
+            ``[N]`` float64, NaN for a pair without soft labels; None if there are none at all.
     """
 
     chosen: Tensor
     rejected: Tensor
     reply_lengths: Tensor
+    teacher_margins: Tensor | None = None
 
     @classmethod
-    def of(cls, rewards: Tensor, reply_lengths: Tensor | None = None) -> PairRewards:
+    def of(
+        cls,
+        rewards: Tensor,
+        reply_lengths: Tensor | None = None,
+        teacher_rewards: Tensor | None = None,
+    ) -> PairRewards:
         """Build the pairs from ``rewards [N, 2]`` (chosen, rejected) of any dtype and device.
 
-        Without ``reply_lengths [N, 2]`` all lengths are 0.
+        Without ``reply_lengths [N, 2]`` all lengths are 0. ``teacher_rewards`` are ``[N, 2]``.
         """
         chosen, rejected = rewards.double().cpu().unbind(dim=1)
         if reply_lengths is None:
             reply_lengths = torch.zeros(rewards.shape, dtype=torch.int64)
-        return cls(chosen, rejected, reply_lengths.cpu())
+        margins = None
+        if teacher_rewards is not None:
+            better, worse = teacher_rewards.double().cpu().unbind(dim=1)
+            margins = better - worse
+        return cls(chosen, rejected, reply_lengths.cpu(), margins)
 
     @property
     def margins(self) -> Tensor:
@@ -234,6 +246,36 @@ def longer_reply_accuracy(pairs: PairRewards) -> float:
 def _length_differences(pairs: PairRewards) -> Tensor:
     """Length of the chosen reply minus that of the rejected one in tokens, ``[N]`` integer."""
     return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]
+
+
+# Metrics of students: how much the model agrees with the teacher whose rewards are soft labels.
+
+
+def teacher_agreement(pairs: PairRewards) -> float:
+    """Fraction of pairs of which model and teacher prefer the same reply; NaN without soft labels.
+
+    A pair counts one half if only one of them gives both replies the same reward.
+    """
+    margins, teacher_margins = _margins_with_teacher(pairs)
+    return float((1 - (margins.sign() - teacher_margins.sign()).abs() / 2).mean())
+
+
+def teacher_probability_gap(pairs: PairRewards) -> float:
+    """Mean distance of the model's ``sigmoid(margin)`` to the teacher's; NaN without soft labels.
+
+    The sigmoid of the teacher's margin is its probability that the chosen reply is better.
+    """
+    margins, teacher_margins = _margins_with_teacher(pairs)
+    return float((torch.sigmoid(margins) - torch.sigmoid(teacher_margins)).abs().mean())
+
+
+def _margins_with_teacher(pairs: PairRewards) -> tuple[Tensor, Tensor]:
+    """Select the margins of the model and of the teacher where there are soft labels."""
+    teacher_margins = pairs.teacher_margins
+    if teacher_margins is None:
+        teacher_margins = torch.full_like(pairs.chosen, math.nan)
+    is_soft = ~teacher_margins.isnan()
+    return pairs.margins[is_soft], teacher_margins[is_soft]
 
 
 # Uncertainty of a fraction, and the comparison of two models on the same pairs.

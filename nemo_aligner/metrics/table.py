@@ -162,6 +162,24 @@ PAIRS: list[Metric] = [
     ),
 ]
 
+# Further metrics of pairs, for data with soft labels.
+TEACHER: list[Metric] = [
+    Metric(
+        "teacher_agreement",
+        "share of pairs of which model and teacher prefer the same reply",
+        ranking.teacher_agreement,
+        Better.higher,
+        shown=Shown.validation,
+    ),
+    Metric(
+        "teacher_probability_gap",
+        "mean distance of sigmoid(margin) to that of the teacher",
+        ranking.teacher_probability_gap,
+        Better.lower,
+        shown=Shown.validation,
+    ),
+]
+
 # Further metrics for models that report how uncertain each reward is.
 SPREADS: list[Metric] = [
     Metric("spread", "mean uncertainty that the model reports", regression.spread),
@@ -285,8 +303,12 @@ def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[f
 
 
 def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, float]:
-    """Compute every metric of ``PAIRS``; with ``in_step`` only those for a single batch."""
-    return _compute_rows(PAIRS, pairs, in_step)
+    """Compute every metric of ``PAIRS``; with ``in_step`` only those for a single batch.
+
+    If there are soft labels, those of ``TEACHER`` are computed, too.
+    """
+    rows = PAIRS if pairs.teacher_margins is None else [*PAIRS, *TEACHER]
+    return _compute_rows(rows, pairs, in_step)
 
 
 def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, float]:
@@ -322,7 +344,7 @@ def _compute_rows(rows: Sequence[Metric], data: object, in_step: bool) -> dict[s
 
 def all_metrics() -> list[Metric]:
     """List all rows of the table in display order."""
-    return [LOSS, *PAIRS, *RATINGS, *STEPS, *REWARDS, *RUN]
+    return [LOSS, *PAIRS, *TEACHER, *RATINGS, *STEPS, *REWARDS, *RUN]
 
 
 def find_metric(name: str) -> Metric | None:

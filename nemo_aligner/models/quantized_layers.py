@@ -27,6 +27,7 @@ class QuantizedLayer:
     """Mixin of linear layers with a quantized weight.
 
     Attributes:
+        dense_class: class of the layer before its weight was quantized.
         why_not_graphed: why no CUDA graph runs these layers.
         is_dequantized: the checkpoint to load has dequantized values, so the weight is packed
             without changing a value; otherwise it is quantized.
@@ -35,6 +36,7 @@ class QuantizedLayer:
     """
 
     is_dequantized = False
+    dense_class: type
     why_not_graphed = "the model's weights are quantized"
     _precision: BasePrecision
     _size: torch.Size
@@ -143,7 +145,8 @@ class _QuantizedMatmul(Function):
 
 @cache
 def _quantized_class(kind: type) -> type:
-    return type(f"Quantized{kind.__name__}", (QuantizedLayer, kind), {})
+    name, bases = f"Quantized{kind.__name__}", (QuantizedLayer, kind)
+    return type(name, bases, {"dense_class": kind})
 
 
 def use_quantized_layers(model: Any, precision: BasePrecision) -> None:
@@ -160,7 +163,7 @@ def use_quantized_layers(model: Any, precision: BasePrecision) -> None:
 def use_dense_layer(layer: Any, convert: Callable[[Tensor], Tensor]) -> None:
     """Turn a quantized layer back into the original one, with ``convert(weight)`` as weight."""
     weight = convert(layer.release_weight())
-    layer.__class__ = type(layer).__mro__[2]
+    layer.__class__ = layer.dense_class
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 

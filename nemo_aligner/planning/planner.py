@@ -421,12 +421,12 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
     planner, fitting = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
     if not fitting:
         raise ConfigError(_describe_smallest_fit(planner, gpus, candidates))
-    shown = f", the fastest {top} of them above" if len(fitting) > top else ""
+    limit = f", the fastest {top} of them above" if len(fitting) > top else ""
     offload = " with offloaded activations" * planner.activations_offload
     return "\n".join(
         [
             _render([_layout_row(planner, candidate) for candidate in fitting[:top]]),
-            f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{shown}. "
+            f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{limit}. "
             "The first one:",
             *(f"  {line}" for line in settings_of(fitting[0].plan)),
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -189,12 +189,12 @@ class ComposedService(ScoringService):
         return {**model, **self._parts}
 
     async def _score(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         if request.texts is None:
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
-        model_rows = await self._score_by_model(request, sets_rows_aside, is_probe)
+        model_rows = await self._score_by_model(request, aside, is_probe)
         if is_probe:  # a probe tells whether the model accepts the sample; judges cost too much
             return replace(model_rows, rewards=np.zeros((len(request.texts), 1), np.float32))
         parts = self._begin_table(model_rows)
@@ -203,7 +203,7 @@ class ComposedService(ScoringService):
             for row, reason in model_rows.errors.items()
         }
         is_decided, comparisons = await self._fill_table(request.texts, parts, failures)
-        self._check_failures(request, failures, sets_rows_aside)
+        self._check_failures(request, failures, aside)
         rewards, terms = self._combination.combine(parts, is_decided)
         rewards[[*failures]] = np.nan
         is_sum = self._combination.kind is not CombineKind.minimum
@@ -220,7 +220,7 @@ class ComposedService(ScoringService):
         )
 
     async def _score_by_model(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         """Return the reward model's rows; without a model, rows of zeros that have no errors."""
         samples = request.texts or []
@@ -228,7 +228,7 @@ class ComposedService(ScoringService):
             rewards = np.zeros((len(samples), 1), dtype=np.float32)
             return ScoredRows(rewards, {}, np.zeros(len(samples), dtype=bool))
         # The rows that were refused before are inserted once, by ``answer`` of this service.
-        scored = await self._model.answer(replace(request, refused={}), sets_rows_aside, is_probe)
+        scored = await self._model.answer(replace(request, refused={}), aside, is_probe)
         if self._model.contract is not None:
             self._note_model(self._model.contract)
         return scored
@@ -302,13 +302,17 @@ class ComposedService(ScoringService):
         return comparisons
 
     def _check_failures(
-        self, request: ScoreRequest, failures: Mapping[int, RequestError], sets_rows_aside: bool
+        self,
+        request: ScoreRequest,
+        failures: Mapping[int, RequestError],
+        aside: Collection[FailureKind],
     ) -> None:
         """Raise RequestError if the whole request fails because rows have no reward."""
         fatal = {
             row: failure
             for row, failure in failures.items()
-            if not sets_rows_aside or (self._fails_requests and failure.kind in _PART_FAILURES)
+            if failure.kind not in aside
+            or (self._fails_requests and failure.kind in _PART_FAILURES)
         }
         if not fatal:
             return

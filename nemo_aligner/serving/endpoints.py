@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import FINAL_ROWS, NO_ROWS, FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
@@ -46,6 +46,8 @@ class Endpoint:
         max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then omit the
             first dimension, which counts rows. 0 means that the shapes are complete.
         answer_probe: like ``answer``, for a request that is not counted; None if not supported.
+        answer_by_row: like ``answer``, but a row that is rejected does not fail the request; None
+            if not supported.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Endpoint:
     answer: Callable[[Tensors], Coroutine[Any, Any, Tensors]]
     max_rows: int = 0
     answer_probe: Callable[[Tensors], Coroutine[Any, Any, Tensors]] | None = None
+    answer_by_row: Callable[[Tensors], Coroutine[Any, Any, Tensors]] | None = None
 
 
 def reward_endpoints(
@@ -67,11 +70,13 @@ def reward_endpoints(
         optional_outputs: names of the ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
     """
 
-    async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
+    async def score(
+        inputs: Tensors, aside: Collection[FailureKind] = NO_ROWS, is_probe: bool = False
+    ) -> Tensors:
         # Only failures while decoding are counted here: ``service.answer`` counts its own failures.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
-        scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
+        scored = await service.answer(request, aside, is_probe)
         if len(scored.rewards) <= _FEW_ROWS:
             return kserve.encode_rewards(scored)
         return await asyncio.to_thread(kserve.encode_rewards, scored)
@@ -97,6 +102,7 @@ def reward_endpoints(
             score,
             max_rows,
             partial(score, is_probe=True),
+            partial(score, aside=FINAL_ROWS),
         ),
     ]
 

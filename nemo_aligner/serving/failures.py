@@ -105,6 +105,14 @@ class FailureKind(Enum):
         return next(kinds, cls.internal)
 
 
+# Rows without a reward that an answer sets aside: they get NaN and a reason, and the others their
+# rewards. Each is a set of kinds of failures; a row with another one fails the whole request.
+NO_ROWS: frozenset[FailureKind] = frozenset()
+REJECTED_ROWS = frozenset({FailureKind.bad_request})
+FINAL_ROWS = frozenset(kind for kind in FailureKind if kind.reaction == "skip")
+ALL_ROWS = FINAL_ROWS | {FailureKind.unreachable}
+
+
 class RequestError(ServingError):
     """A request that cannot be answered.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from nemo_aligner.serving.engine.executor import Launch, ModelRanks, Operation
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.intake import EncodedRequest, Intake, answer_of
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
@@ -127,11 +128,11 @@ class LocalService(ScoringService):
         return self._intake.counting_failures()
 
     async def answer(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool = False
     ) -> ScoredRows:
         with nullcontext() if is_probe else self.counting_failures():
             check_num_rows(request, self._config)
-            return await super().answer(request, sets_rows_aside, is_probe)
+            return await super().answer(request, aside, is_probe)
 
     async def template_parts(self) -> TemplateParts:
         return self._parts
@@ -159,10 +160,10 @@ class LocalService(ScoringService):
         }
 
     async def _score(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         begun = time.monotonic()
-        encoded = await self._intake.encode(request, sets_rows_aside)
+        encoded = await self._intake.encode(request, sets_rows_aside=bool(aside))
         if encoded.rows:
             outputs = await answer_of(self._batcher.submit(encoded.rows))
             scored = self._read_outputs(encoded, outputs, is_probe)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,14 +93,14 @@ class ScoringService(ABC):
         return nullcontext()
 
     async def answer(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool = False
     ) -> ScoredRows:
         """Score the rows of a request.
 
         Args:
             request: the samples; rows in ``request.refused`` get NaN and their reasons.
-            sets_rows_aside: give NaN and a reason to a row that cannot be scored. Otherwise the
-                whole request fails.
+            aside: kinds of failures for which a row gets NaN and a reason (``ALL_ROWS`` and others
+                in ``failures.py``). A row with another failure fails the whole request.
             is_probe: whether the request only tests if it can be scored. It is then not counted,
                 and its rewards enter neither the recent rewards nor the statistics of shaping. Only
                 the model's calls and their duration are counted.
@@ -109,7 +109,7 @@ class ScoringService(ABC):
             RequestError: the request cannot be answered; ``row`` is the row that is at fault.
         """
         with self._limit.admit(len(request.texts or request.token_lists or ())):
-            scored = await self._score(request, sets_rows_aside, is_probe)
+            scored = await self._score(request, aside, is_probe)
         if not is_probe:
             self.recent.add(scored.rewards)
             self._log_highest(request, scored)
@@ -117,7 +117,7 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def _score(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         """Score the rows that are not in ``request.refused``; ``answer`` explains the arguments."""
 

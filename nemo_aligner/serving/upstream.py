@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from nemo_aligner.config.gateway import GatewayConfig
@@ -73,10 +73,10 @@ class UpstreamService(ScoringService):
         return await self._client.statistics_async()
 
     async def _score(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+        self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         try:
-            on_error: OnError = "nan" if sets_rows_aside else "raise"
+            on_error: OnError = "nan" if aside else "raise"
             scored = await self._forward(request, on_error, is_probe)
             await self._note_contract(scored.contract_hash)
             if scored.model_fingerprint is not None:

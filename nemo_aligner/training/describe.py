@@ -195,12 +195,12 @@ def next_commands(
     commands = {"evaluate": [model_setting, data_setting, *reading], "serve": [model_setting]}
     if can_export:
         commands["export"] = export
-    shown = {verb: show_command(verb, arguments, "  ") for verb, arguments in commands.items()}
+    lines = {verb: show_command(verb, arguments, "  ") for verb, arguments in commands.items()}
     wrapped_by = [key for key in _PROMPT_SETTINGS if getattr(config.data, key) is not None]
     if wrapped_by:
         names = " and ".join(wrapped_by)
-        shown["serve"] += f"\n  # clients must send samples in the form that {names} gives them"
-    return "\n".join(["next:", *shown.values()])
+        lines["serve"] += f"\n  # clients must send samples in the form that {names} gives them"
+    return "\n".join(["next:", *lines.values()])
 
 
 # Settings that put text around the prompts of a data file. A server gets finished samples.

@@ -321,14 +321,21 @@ def describe_rewards(
 ) -> dict[str, float]:
     """Compute all metrics of a data set from the head's outputs for its records.
 
-    These are the objective's metrics on the whole set and on each of its sources, and the mean and
-    standard deviation of the rewards.
+    These are the objective's metrics on the whole set, on each of its sources and principles, and
+    the mean and standard deviation of the rewards.
 
     Args:
         rewards: the head's outputs ``[S, outputs]`` for all records of the set.
     """
     return {
-        **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
+        **measure_set(
+            objective,
+            rewards,
+            dataset.records,
+            dataset.reply_lengths,
+            dataset.sources,
+            dataset.principles,
+        ),
         **_spread(objective, dataset.records, rewards),
     }
 
@@ -367,13 +374,14 @@ def validation_metric_names(
 
     The names are known only when metrics are computed, because a custom objective defines its own.
     So this function computes them without a model, with rewards of 0. A few records suffice: one
-    for each source and kind of record, because the names depend only on these.
+    for each source, principle and kind of record, because the names depend only on these.
     """
     names = []
     for dataset in datasets:
         are_ratings = (dataset.records.sample_bounds.diff() == 1).tolist()
-        first: dict[tuple[str, bool], int] = {}
-        for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
+        principles = dataset.principles or [""] * len(dataset)
+        first: dict[tuple[str, str, bool], int] = {}
+        for index, kind in enumerate(zip(dataset.sources, principles, are_ratings, strict=True)):
             first.setdefault(kind, index)
         few = dataset.select(list(first.values()))
         rewards = torch.zeros(few.records.num_rewards, objective.output_columns.count)

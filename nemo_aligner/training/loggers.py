@@ -287,8 +287,8 @@ class StepProgress(Progress):
         ``best`` describes the best checkpoint so far.
         """
         if self.line_is_due() or step in self._always:
-            shown = _format_metrics(metrics)
-            fields = [f"step {step}/{self._total}", self.time_left(step), *shown, best]
+            numbers = _format_metrics(metrics)
+            fields = [f"step {step}/{self._total}", self.time_left(step), *numbers, best]
             self.say(join_fields(field for field in fields if field))
         self.move(step)
 
@@ -337,10 +337,10 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
     sources: dict[str, dict[str, list[str]]] = {}
     for full_name, value in metrics.items():
         prefix, _, name = full_name.partition("/")
-        shown = sets.setdefault(prefix, [])
+        set_fields = sets.setdefault(prefix, [])
         if not name.startswith(BY_SOURCE):
             if is_shown(name, Shown.validation):
-                shown.append(f"{name} {show_number(value)}")
+                set_fields.append(f"{name} {show_number(value)}")
             continue
         for metric in _metrics_by_source():
             if name.endswith(f"/{metric}"):

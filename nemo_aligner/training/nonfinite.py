@@ -79,9 +79,9 @@ def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
     """Name the first few records by file and line, and count the rest."""
     # Name a record once, even if the batch has it twice.
     origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
-    shown = ", ".join(origins[:_MOST_NAMED]) or "no single record"
+    names = ", ".join(origins[:_MOST_NAMED]) or "no single record"
     more = len(origins) - _MOST_NAMED
-    return shown + (f", and {more} more" if more > 0 else "")
+    return names + (f", and {more} more" if more > 0 else "")
 
 
 def _describe_far_labels(dataset: TokenizedDataset) -> str:
@@ -94,8 +94,8 @@ def _describe_far_labels(dataset: TokenizedDataset) -> str:
     if not far:
         return ""
     more = f", and {len(far) - _MOST_NAMED} more" if len(far) > _MOST_NAMED else ""
-    shown = ", ".join(map(str, far[:_MOST_NAMED]))
-    return f"labels of {dataset.name} are outliers: {shown}{more}; "
+    farthest = ", ".join(map(str, far[:_MOST_NAMED]))
+    return f"labels of {dataset.name} are outliers: {farthest}{more}; "
 
 
 @dataclass(frozen=True, order=True)

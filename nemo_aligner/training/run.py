@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.token_cache import content_digest
 from nemo_aligner.data.training_data import TrainingData, how_to_read
-from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.training.build import build_learner
@@ -216,7 +214,7 @@ def export(
         # NeMo reads the number of the head's outputs from ``num_attributes``.
         "regression": {"num_attributes": contract.num_outputs},
     }
-    config = with_training_data(config, on_main(lambda: _list_files(learner.data)))
+    config = with_training_data(config, _list_files(learner.data))
     with waiting_for(f"writing {path}"):
         save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path}\n  with {description}")
@@ -232,17 +230,18 @@ def export(
 
 
 def _list_files(data: TrainingData) -> list[dict[str, Any]]:
-    """List the training files for the archive; without the digest of a file that is gone.
+    """List the training files for the archive, each with the digest of what was tokenized.
 
     ``data label`` uses the digests to warn if a model labels the records that it learned, and the
     teachers of a distilled model go into its model card.
     """
     files = []
     for report in data.train.reports:
-        file: dict[str, Any] = {"name": Path(report.path).name}
-        with suppress(OSError):
-            file["sha256"] = content_digest(report.path)
-        file["records"] = report.counts["kept"]
+        file: dict[str, Any] = {
+            "name": Path(report.path).name,
+            "sha256": report.content_digest,
+            "records": report.counts["kept"],
+        }
         if report.summary.teachers:
             file["teachers"] = list(map(json.loads, report.summary.teachers))
         files.append(file)

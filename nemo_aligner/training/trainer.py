@@ -236,8 +236,8 @@ class SupervisedTrainer:
         warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:
             self._progress.say(warning)
-        shown = {name: named[name] for name in _SHOWN if name in named}
-        self._progress.show(self._step, shown, self._best)
+        in_line = {name: named[name] for name in _SHOWN if name in named}
+        self._progress.show(self._step, in_line, self._best)
 
     def _validate(self) -> dict[str, float]:
         """Validate, log and show the metrics, and return them.

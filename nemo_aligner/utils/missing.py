@@ -19,8 +19,8 @@ def describe_missing(path: str | Path) -> str | None:
     path = Path(path)
     if path.is_dir():
         names = [name for name in _list_names(path) if (path / name).is_file()]
-        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
-        return f"{path}: is a folder; name its files{f' ({shown})' if names else ''}"
+        listed = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
+        return f"{path}: is a folder; name its files{f' ({listed})' if names else ''}"
     if path.exists():
         return None
     folder = path.parent

@@ -7,9 +7,11 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from nemo_aligner.data import files
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.split import Split, split_file
@@ -74,13 +76,18 @@ def test_split_counts_replies_in_tokens_as_training_does(
     assert float(share) < 50
 
 
-def test_split_of_a_list_on_one_line_is_by_its_items(tmp_path: Path) -> None:
+def test_split_of_a_list_on_one_line_is_by_its_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Mock(side_effect=files._list_items)
+    monkeypatch.setattr(files, "_list_items", reading)
     pairs = [{"prompt": f"q {n}", "chosen": f"a {n}", "rejected": "b"} for n in range(6)]
     source = tmp_path / "pairs.json"
     source.write_text(json.dumps(pairs))
     split_file(source, tmp_path, Split(heldout=0.3))
     train, heldout = parts_of(tmp_path)
     assert sorted(train + heldout, key=str) == pairs
+    assert reading.call_count == 1
 
 
 def test_split_of_raw_texts_that_begin_alike_by_chance_is_of_many_prompts(tmp_path: Path) -> None:

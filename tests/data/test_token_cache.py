@@ -64,6 +64,8 @@ def assert_same(one: TrainingData, other: TrainingData) -> None:
     assert one.train.measure_digest() == other.train.measure_digest()
     assert one.contract == other.contract
     assert list(one.train.origins) == list(other.train.origins)
+    digests = [[report.content_digest for report in data.train.reports] for data in (one, other)]
+    assert digests[0] == digests[1] != [None]
     assert list(one.train.sources) == list(other.train.sources)
     assert one.train.reply_lengths.tolist() == other.train.reply_lengths.tolist()
     teachers = [data.train.records.teacher_rewards for data in (one, other)]

@@ -15,6 +15,7 @@ from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.base import measure_set, measure_step
+from nemo_aligner.training.learner import describe_rewards, validation_metric_names
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import build, write
 from tests.data.ranked_format import FORMAT
@@ -95,6 +96,32 @@ def test_ties_are_in_the_loss_and_not_in_accuracy_and_margin(
     assert found["by_source/other/accuracy"] == 1.0
     assert math.isnan(found["by_source/tied/accuracy"])
     assert found["by_source/tied/loss"] > LOG_2
+
+
+def test_validation_has_metrics_by_principle_with_and_without_a_token_cache(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """Of two files, the second without a principle; not if there are more than 50."""
+    texts = ["Is it kind?", "Is it\nbrief?", "", "Is it kind?"]
+    pairs = [{"prompt": "why", "chosen": f"{n} cat", "rejected": "no"} for n in range(60)]
+    rows = [pair | {"principle": text} for pair, text in zip(pairs, texts, strict=False)]
+    paths = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", pairs[9])]
+    data: dict[str, Any] = {"principle_template": "{principle}"}
+    rewards = torch.tensor([[1.0], [0], [0], [1], [1], [0], [0], [1], [1], [0]])
+    kind, brief = "by_principle/Is it kind?/accuracy", "by_principle/Is it brief?/accuracy"
+    for place in ({}, {"index_dir": str(tmp_path / "index")}):
+        built = build(contracts, paths, **data, **place)
+        found = describe_rewards(built.objective, built.train, rewards)
+        assert [found[name] for name in (kind, brief)] == [0.5, 0.0]
+        assert found["by_principle/none/accuracy"] == 1.0
+        names = validation_metric_names(built.objective, [built.train])
+        assert {f"train/{kind}", f"train/{brief}"} <= {*names}
+        drawn = built.train.select([0, 1])
+        assert drawn.principles == ["Is it kind?", "Is it brief?"]
+        many = [pair | {"principle": f"Rule {n}"} for n, pair in enumerate(pairs)]
+        several = [paths[0], write(tmp_path / "many.jsonl", *many)]
+        assert build(contracts, several, **data, **place).train.principles == ()
+    assert build(contracts, paths[1:]).train.principles == ()
 
 
 def test_margin_cannot_scale_by_less_than_nothing(ranked: Path, contracts: Contracts) -> None:

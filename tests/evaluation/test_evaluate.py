@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,10 +40,11 @@ from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.sources import RewardSource, open_server
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.losses.base import measure_set
+from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
 from nemo_aligner.utils.errors import DataError
-from tests.data.files import rows_of, write
+from tests.data.files import build, rows_of, write
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
 from tests.harness.scorers import FunctionScorer, measured
@@ -124,6 +126,32 @@ def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
     pair = Comparison.of_pair(tiny.chat("x", "longer"), tiny.chat("x" * 50, "short"), ORIGIN)
     report = judged(CountingScorer(), pair)
     assert report.metrics["longer_reply_accuracy"] == 1.0
+
+
+def test_evaluated_students_agree_with_their_teacher_as_in_training(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """The other source has no soft labels, and a file without any has no such metrics."""
+    rows = [
+        {"prompt": "x", "chosen": "aa", "rejected": "b", "chosen_probability": 0.75},
+        {"prompt": "x", "chosen": "a", "rejected": "aaa", "teacher_rewards": [1.0, 0.0]},
+        {"prompt": "x", "chosen": "a", "rejected": "b", "source": "hard"},
+    ]
+    path = write(tmp_path / "soft.jsonl", *rows)
+    source = RewardSource.of(CountingScorer())
+    metrics = evaluate_file(source, path).metrics
+    gaps = [abs(1 / (1 + math.exp(-2)) - 0.75), 1 / (1 + math.exp(-1)) - 1 / (1 + math.exp(2))]
+    assert metrics["teacher_agreement"] == 0.5
+    assert metrics["teacher_probability_gap"] == pytest.approx(sum(gaps) / 2)
+    assert math.isnan(metrics["by_source/hard/teacher_agreement"])
+    data = build(contracts, [path]).train
+    rewards = torch.tensor([[2.0], [0], [1], [3], [1], [0]])
+    trained = measure_set(BradleyTerry(), rewards, data.records, data.reply_lengths, data.sources)
+    shared = {name: value for name, value in trained.items() if name.startswith("teacher")}
+    assert len(shared) == 2
+    assert shared.items() <= metrics.items()
+    path = write(tmp_path / "hard.jsonl", rows[-1])
+    assert not [name for name in evaluate_file(source, path).metrics if "teacher" in name]
 
 
 def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_path: Path) -> None:

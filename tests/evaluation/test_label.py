@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import nemo_aligner as na
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.cli.main import main
+from nemo_aligner.data import files
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.token_cache import content_digest
@@ -159,11 +162,21 @@ def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:
 
 
 def test_student_names_its_teacher_which_knows_what_it_learned(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = folder / "seen.nemo"
     rows = labelled(folder, "soft", teacher)
-    student = train(folder, "student", folder / "soft.jsonl")
+    learned = (folder / "soft.jsonl").read_bytes()
+
+    def change_data(*_: object) -> str:
+        """Change the file after the last step, before the archive is written."""
+        (folder / "soft.jsonl").write_bytes(learned * 2)
+        return ""
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nemo_aligner.training.run.render_candidates", change_data)
+        student = train(folder, "student", folder / "soft.jsonl")
+    (folder / "soft.jsonl").write_bytes(learned)
     with open_nemo(student) as opened:
         (file,) = training_data_of(opened.config) or ()
     assert file["sha256"] == content_digest(str(folder / "soft.jsonl"))
@@ -187,12 +200,16 @@ def test_student_names_its_teacher_which_knows_what_it_learned(
     assert f"warning: {student} was trained on this very file" in capsys.readouterr().out
 
 
-def test_responses_are_labelled_and_ranked(folder: Path) -> None:
-    """Also a ranking that is read in another order than it is written."""
+def test_responses_are_labelled_and_ranked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a ranking that is read in another order than it is written; the file is read once."""
     replies = ["thank you", "a cat", "no dog sings"]
-    write(folder / "samples.jsonl", {"prompt": "who", "responses": replies})
+    (folder / "samples.jsonl").write_text(json.dumps([{"prompt": "who", "responses": replies}]))
     teacher = folder / "seen.nemo"
-    (row,) = labelled(folder, "unranked", teacher, data="samples")
+    with monkeypatch.context() as patched:
+        reading = Mock(side_effect=files._list_items)
+        patched.setattr(files, "_list_items", reading)
+        (row,) = labelled(folder, "unranked", teacher, data="samples")
+    assert reading.call_count == 1
     rewards = row["teacher_rewards"]
     assert "ranks" not in row
     (ranked,) = labelled(folder, "ranked", teacher, data="samples", options=("--pseudo-labels",))

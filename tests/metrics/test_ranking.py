@@ -50,6 +50,20 @@ def test_accuracy_counts_a_tie_one_half_and_only_equal_rewards_are_ties() -> Non
     assert share_right(right).tolist() == [1, 1, 0.5, 0, 0]
 
 
+def test_teacher_is_compared_on_the_pairs_that_have_soft_labels() -> None:
+    # The same verdict, the opposite, a tie of one of them and of both, and no soft label.
+    rewards = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0], [4.0, 4.0], [9.0, 0.0]])
+    teacher = torch.tensor([[1.0, 0.0], [2.0, 0.0], [1.0, 0.0], [5.0, 5.0], [math.nan] * 2])
+    metrics = measure_pairs(PairRewards.of(rewards, None, teacher))
+    assert metrics["teacher_agreement"] == (1 + 0 + 0.5 + 1) / 4
+    chances = [1 / (1 + math.exp(-margin)) for margin in (2, -1, 0, 0, 1, 2, 1, 0)]
+    gaps = [abs(chances[n] - chances[n + 4]) for n in range(4)]
+    assert metrics["teacher_probability_gap"] == pytest.approx(sum(gaps) / 4)
+    hard = measure_pairs(PairRewards.of(rewards, None, teacher * math.nan))
+    assert math.isnan(hard["teacher_agreement"])
+    assert "teacher_agreement" not in measure(rewards)
+
+
 def test_reward_spread_is_that_of_the_set_and_not_an_estimate_of_a_larger_one() -> None:
     rewards = np.random.default_rng(0).normal(size=(7, 2))
     metrics = measure(torch.tensor(rewards))

@@ -112,6 +112,11 @@ def return_one(samples: list[dict[str, Any]]) -> list[float]:
     return [1.0]
 
 
+def length_of_text(samples: list[dict[str, Any]]) -> list[float | None]:
+    """No score for a text with y."""
+    return [None if "y" in sample["text"] else len(sample["text"]) for sample in samples]
+
+
 async def coroutine(samples: list[dict[str, Any]]) -> list[float]:
     return []
 
@@ -448,6 +453,45 @@ def test_functions_alone_score_texts_and_may_skip_samples(monkeypatch: pytest.Mo
     (_, chats, *_) = asked(monkeypatch, calls[:2], client=False, functions=functions)
     assert chats.json["rewards"] == [[2.0], None]
     assert chats.json["errors"] == [{"row": 1, "message": "x: the function returned no number"}]
+
+
+def test_only_a_rejected_sample_gets_the_reward_that_is_set_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample that a part does not score fails the request, also next to a rejected one."""
+    calls: Calls = [("/get_reward", {"query": query}) for query in (["xx", ""], ["", "xx", "xy"])]
+    functions = {"length": f"{MODULE}:length_of_text"}
+    settings = {"refused_reward": -5.0}
+    rejected, failed = asked(monkeypatch, calls, functions=functions, settings=settings)
+    assert rejected.json["rewards"] == [total("xx") / 2 + 2, -5.0]
+    assert failed.status == 400
+    assert "row 2: length: the function returned no number" in json.dumps(failed.json)
+
+
+def test_one_answer_has_all_rows_that_the_judge_cannot_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client of KServe would send the others again, and each time they would be judged."""
+    replies = ("b 4", "long 1", "c 2", "forbidden 1", "")
+    prompts = (USER, USER, USER, USER, {"role": "user", "content": ""})
+    rows = [json.dumps(conversation(*row)) for row in zip(replies, prompts, strict=True)]
+    tensor = {"name": "conversations", "datatype": "BYTES", "shape": [5, 1], "data": rows}
+    path, body = "/v2/models/reward_model/infer", {"inputs": [tensor]}
+    calls: Calls = [(path, {**body, "parameters": {"row_errors": True}})]
+    fake, client = FakeJudge(), FakeClient()
+    (answer,) = asked(monkeypatch, calls, fake, client=client, task=JudgeTask.rating)
+    outputs = {entry["name"]: entry["data"] for entry in answer.json["outputs"]}
+    rewards = [modelled("b 4") + 4, None, modelled("c 2") + 2, None, None]
+    assert outputs["rewards"] == rewards
+    too_long = "judge: it answers HTTP 400: 'The prompt is too long.'"
+    reasons = ["", too_long, "", "judge: it answers HTTP 401: 'no'", "the text is empty"]
+    assert outputs["errors"] == reasons
+    assert (len(fake.requests), len(client.asked)) == (4, 1)
+    # Without the parameter, or if the judge is gone for a row, the request fails as a whole.
+    rows[1:] = [json.dumps(conversation("dies 1"))]
+    tensor["shape"] = [2, 1]
+    for answer in asked(monkeypatch, [*calls, (path, body)], fake, task=JudgeTask.rating):
+        assert (answer.status, answer.json["error"][:14]) == (503, "row 1: judge: ")
 
 
 def test_rejected_samples_are_not_judged_and_a_bad_prompt_is_still_blamed(

@@ -138,14 +138,14 @@ def test_every_route_and_metric_has_its_row(server: Server, fronted: Server) -> 
     assert json.loads(ask(f"{fronted.url}/openapi.json"))["paths"] == described
     shown = {words[1].removeprefix(URL) for words in curls(PROTOCOLS)}
     assert {*described} == shown - {INFER}
-    abouts: dict[str, str] = {}
+    summaries: dict[str, str] = {}
     for route in ROUTES:
-        before = abouts.get(route.path)
-        abouts[route.path] = route.about if before is None else f"{before}; {route.about}"
+        before = summaries.get(route.path)
+        summaries[route.path] = route.summary if before is None else f"{before}; {route.summary}"
     rows: set[str] = set()
     for path, methods in described.items():
         (method,) = methods
-        assert methods[method].get("description") == abouts.get(path)
+        assert methods[method].get("description") == summaries.get(path)
         rows.add(f"{method.upper()} {path}")
     for url in (server.url, fronted.url):
         ask(f"{url}/v1/rewards", "-d", '{"texts": ["ab"]}')

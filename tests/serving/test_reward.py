@@ -22,7 +22,7 @@ from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
@@ -66,14 +66,16 @@ class Service:
         self.service = RewardBackend(fake, ServerConfig(**settings)).start(self.ranks)
 
     def ask(
-        self, *requests: dict[str, np.ndarray] | ScoreRequest, sets_rows_aside: bool = False
+        self,
+        *requests: dict[str, np.ndarray] | ScoreRequest,
+        aside: frozenset[FailureKind] = NO_ROWS,
     ) -> list[ScoredRows | Failure]:
         async def answer_all() -> list[ScoredRows | Failure]:
             decoded = [
                 request if isinstance(request, ScoreRequest) else kserve.decode_request(request)
                 for request in requests
             ]
-            answers = [self.service.answer(request, sets_rows_aside) for request in decoded]
+            answers = [self.service.answer(request, aside) for request in decoded]
             return await asyncio.gather(*map(answered, answers))
 
         return asyncio.run(answer_all())
@@ -126,7 +128,7 @@ def test_service_sets_rows_aside_and_scores_the_others(service: Service) -> None
     scored, none = service.ask(
         ScoreRequest(texts=texts, refused=refused),
         ScoreRequest(texts=["", ""], refused={0: "not a text"}),
-        sets_rows_aside=True,
+        aside=ALL_ROWS,
     )
     assert rewards(scored)[::3] == [195, SEQ_LENGTH * ord("x"), 99]
     assert isinstance(scored, ScoredRows)
@@ -144,7 +146,7 @@ def test_service_sets_rows_aside_and_scores_the_others(service: Service) -> None
 def test_service_names_the_row_in_the_whole_request(service: Service) -> None:
     request = ScoreRequest(texts=["a", ""], refused={0: "not a text"})
     with pytest.raises(RequestError, match=r"^row 2: the text is empty$") as refusal:
-        asyncio.run(service.service.answer(request, sets_rows_aside=False))
+        asyncio.run(service.service.answer(request, aside=NO_ROWS))
     assert (refusal.value.row, refusal.value.kind) == (2, FailureKind.bad_request)
     flags = ScoreRequest(token_lists=[[1], [1]], add_eos=[False, True], refused={0: "no ids"})
     (answer,) = service.ask(flags)
@@ -186,15 +188,15 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
 
     async def answer_all() -> tuple[list[float], list[ScoredRows | Failure]]:
         hanging = [
-            asyncio.ensure_future(answered(service.service.answer(request, sets_rows_aside)))
-            for request, sets_rows_aside in (
-                (ScoreRequest(texts=[chat, hang, chat]), False),
-                (ScoreRequest(texts=[chat, hang, chat]), True),
-                (ScoreRequest(texts=[hang] * 5), True),
+            asyncio.ensure_future(answered(service.service.answer(request, aside)))
+            for request, aside in (
+                (ScoreRequest(texts=[chat, hang, chat]), NO_ROWS),
+                (ScoreRequest(texts=[chat, hang, chat]), ALL_ROWS),
+                (ScoreRequest(texts=[hang] * 5), ALL_ROWS),
             )
         ]
         await asyncio.sleep(0.05)
-        live = await service.service.answer(ScoreRequest(texts=["ab", chat]), False)
+        live = await service.service.answer(ScoreRequest(texts=["ab", chat]), NO_ROWS)
         assert not hanging[-1].done()
         return rewards(live), await asyncio.gather(*hanging)
 
@@ -225,7 +227,7 @@ def test_sample_that_code_in_c_holds_is_an_error_of_its_row_alone() -> None:
     service = Service(Hanging(0, 1), encode_timeout_secs=0.3)
     hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
     request = ScoreRequest(texts=[chat, hang, chat, hang], refused={0: "bad"})
-    (aside,) = service.ask(request, sets_rows_aside=True)
+    (aside,) = service.ask(request, aside=ALL_ROWS)
     (refused,) = service.ask(ScoreRequest(texts=[chat, hang]))
     release.set()
     assert isinstance(aside, ScoredRows)
@@ -299,7 +301,7 @@ def test_probes_are_not_counted(service: Service) -> None:
 
     async def probe_all() -> list[ScoredRows | Failure]:
         requests = [ScoreRequest(texts=["ab", "c"]), ScoreRequest(texts=[""])]
-        answers = [service.service.answer(request, False, is_probe=True) for request in requests]
+        answers = [service.service.answer(request, NO_ROWS, is_probe=True) for request in requests]
         return [await answered(answer) for answer in answers]
 
     scored, refused = asyncio.run(probe_all())
@@ -339,7 +341,7 @@ def test_rewards_of_a_probe_are_not_in_the_running_statistics() -> None:
         request = ScoreRequest(texts=["a", "b", "z"])
 
         async def answer_all() -> list[list[float]]:
-            return [rewards(await service.answer(request, False, probe)) for probe in probes]
+            return [rewards(await service.answer(request, NO_ROWS, probe)) for probe in probes]
 
         return asyncio.run(answer_all())
 

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RefusedError
-from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.scoring import AttributeDrift, RecentRewards
 from nemo_aligner.serving.upstream import UpstreamService
@@ -29,8 +29,8 @@ def service(client: FakeClient, most_rows: int = 100) -> UpstreamService:
     return UpstreamService(client, GatewayConfig(max_queue_rows=most_rows, drift_rows=100))
 
 
-def ask(upstream: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
-    return asyncio.run(answered(upstream.answer(request, sets_rows_aside)))
+def ask(upstream: UpstreamService, request: ScoreRequest, aside: Any = NO_ROWS) -> Any:
+    return asyncio.run(answered(upstream.answer(request, aside)))
 
 
 def test_upstream_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
@@ -51,7 +51,7 @@ def test_upstream_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_co
 def test_upstream_sets_a_refused_row_aside_or_fails_the_request() -> None:
     upstream = service(FakeClient())
     request = ScoreRequest(texts=["ab", ""])
-    scored = ask(upstream, request, sets_rows_aside=True)
+    scored = ask(upstream, request, aside=ALL_ROWS)
     assert scored.errors == {1: "the text is empty"}
     assert np.isnan(scored.rewards[1]).all()
     assert ask(upstream, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
@@ -60,7 +60,7 @@ def test_upstream_sets_a_refused_row_aside_or_fails_the_request() -> None:
 
 def test_upstream_puts_rows_that_were_refused_before_among_the_others() -> None:
     request = ScoreRequest(texts=["ab", "", "c"], refused={0: "an image", 3: "no text"})
-    scored = ask(service(FakeClient()), request, sets_rows_aside=True)
+    scored = ask(service(FakeClient()), request, aside=ALL_ROWS)
     assert scored.errors == {0: "an image", 2: "the text is empty", 3: "no text"}
     assert list(scored.errors) == [0, 2, 3]
     assert scored.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
@@ -100,10 +100,10 @@ def test_upstream_tells_more_rows_than_may_wait_when_to_come_again() -> None:
         client = FakeClient()
         client.gate = asyncio.Event()
         upstream = service(client, most_rows=3)
-        first = asyncio.ensure_future(upstream.answer(TWO, False))
+        first = asyncio.ensure_future(upstream.answer(TWO, NO_ROWS))
         await asyncio.sleep(0)
         inside = upstream.rows_in_flight
-        second = await answered(upstream.answer(TWO, False))
+        second = await answered(upstream.answer(TWO, NO_ROWS))
         client.gate.set()
         return await first, second, inside
 

@@ -212,8 +212,8 @@ def _draw_marks(
         return
     for x, y in zip(line.x, line.y, strict=True):
         (dot,) = canvas.axes.plot([x], [y], "o", markersize=4.5, color=line.key.stroke)
-        shown = format_share(y) if is_fraction else format_metric(y)
-        canvas.add_tooltip(dot, f"{line.key.name}, {axis} {x:g}: {shown}")
+        height = format_share(y) if is_fraction else format_metric(y)
+        canvas.add_tooltip(dot, f"{line.key.name}, {axis} {x:g}: {height}")
 
 
 def histogram(

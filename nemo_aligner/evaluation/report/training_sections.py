@@ -262,8 +262,8 @@ def _describe_best(run: RunReport) -> str:
                 (sign * value, losses.get(step, 0.0), step, value)
                 for step, value in zip(steps, values, strict=True)
             )
-            shown = (format_share if main in _FRACTIONS else format_metric)(best_value)
-            descriptions.append(f"{main} {shown} at step {best_step} ({name})")
+            number = (format_share if main in _FRACTIONS else format_metric)(best_value)
+            descriptions.append(f"{main} {number} at step {best_step} ({name})")
     return "; ".join(descriptions)
 
 

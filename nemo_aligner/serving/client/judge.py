@@ -226,8 +226,8 @@ class JudgeClient:
             AttributeError,
             RecursionError,
         ) as error:
-            shown = one_line(content[:200].decode(errors="replace"))
-            reason = f"its answer is no chat completion: {shown!r}"
+            excerpt = one_line(content[:200].decode(errors="replace"))
+            reason = f"its answer is no chat completion: {excerpt!r}"
             raise JudgeError(reason, "judge_malformed") from error
         if refusal or reason == "content_filter":
             cause = f"it refuses to answer: {one_line(refusal or reason)}"
@@ -251,7 +251,7 @@ class JudgeClient:
         self, conversation: Messages, responses: Sequence[Message], principle: str | None
     ) -> list[dict[str, str]]:
         turns = [{"role": turn["role"], "content": flatten_message(turn)} for turn in conversation]
-        texts = [_shown_text(response) for response in responses]
+        texts = [_visible_text(response) for response in responses]
         principle = self._config.principle if principle is None else principle
         if self._config.prompt is JudgePrompt.plain:
             return [{"role": "user", "content": _write_instructions(turns, texts, principle)}]
@@ -264,10 +264,10 @@ class JudgeClient:
 
 
 def _status_error(status: int, headers: Mapping[str, str], content: bytes) -> JudgeError:
-    shown = one_line(_read_error(content)[:_SHOWN_CHARACTERS])
+    excerpt = one_line(_read_error(content)[:_SHOWN_CHARACTERS])
     is_final = 400 <= status < 500 and status not in (408, 425, 429)
     return JudgeError(
-        f"it answers HTTP {status}: {shown!r}",
+        f"it answers HTTP {status}: {excerpt!r}",
         "judge_rejected" if is_final else "judge_unreachable",
         is_final,
         retry_after("", headers.get("Retry-After", "")),
@@ -285,10 +285,10 @@ def _read_error(content: bytes) -> str:
     return message if isinstance(message, str) else text
 
 
-def _shown_text(response: Message) -> str:
+def _visible_text(response: Message) -> str:
     """Return what a judge sees of a response: its text and tool calls, without its reasoning."""
-    shown = {name: value for name, value in response.items() if name not in REASONING}
-    return flatten_message(shown) or _EMPTY
+    visible = {name: value for name, value in response.items() if name not in REASONING}
+    return flatten_message(visible) or _EMPTY
 
 
 def _write_instructions(

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -87,10 +87,10 @@ class _Search:
     tried: set[RemoteServer] = field(default_factory=set)
     last_trouble: str = "no server answers"
 
-    def note_trouble(self, now: float) -> None:
-        """Record ``now`` as the time when the request first found no available server."""
+    def note_trouble(self, time_s: float) -> None:
+        """Record ``time_s`` as the time when the request first found no available server."""
         if self.trouble_since is None:
-            self.trouble_since = now
+            self.trouble_since = time_s
 
 
 class ServerPool:
@@ -144,12 +144,12 @@ class ServerPool:
         return min(limits), len(limits)
 
     async def infer(
-        self, inputs: Tensors, rows: int, is_probe: bool = False, prefix: bytes | None = None
+        self, inputs: Tensors, rows: int, marks: Collection[str] = (), prefix: bytes | None = None
     ) -> ScoredRows:
         """Score one request with ``rows`` rows, whose encoded tensors are ``inputs``.
 
-        With ``is_probe``, the server does not count the request in its statistics. Requests with
-        the same ``prefix``, which stands for the beginning of their samples, go to the same server
+        ``marks`` are parameters of the request (``kserve_body.encode_body``). Requests with the
+        same ``prefix``, which stands for the beginning of their samples, go to the same server
         if it is not busy.
 
         Raises:
@@ -162,12 +162,13 @@ class ServerPool:
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decode_scored(outputs, rows, server)
             columns = scored.rewards.shape[1]
-            self._contract_check.check_reward(
-                server, scored.contract_hash, columns, scored.model_fingerprint
-            )
+            if len(scored.errors) < rows:  # otherwise there is no reward that could have a contract
+                self._contract_check.check_reward(
+                    server, scored.contract_hash, columns, scored.model_fingerprint
+                )
             return scored
 
-        return await self.send_request(inputs, rows, read, is_probe=is_probe, prefix=prefix)
+        return await self.send_request(inputs, rows, read, marks=marks, prefix=prefix)
 
     async def send_request(
         self,
@@ -176,20 +177,20 @@ class ServerPool:
         read: Callable[[Tensors, str], T],
         *,
         may_repeat: bool = True,
-        is_probe: bool = False,
+        marks: Collection[str] = (),
         prefix: bytes | None = None,
     ) -> T:
         """Send a request to a server, and return ``read(outputs, server name)``.
 
         With ``may_repeat=False``, a request without an answer is not sent again. ``infer`` explains
-        ``is_probe`` and ``prefix``.
+        ``marks`` and ``prefix``.
 
         Raises:
             RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
         """
 
         async def infer(server: RemoteServer) -> T:
-            return read(await server.infer(inputs, is_probe), server.name)
+            return read(await server.infer(inputs, marks), server.name)
 
         async with self._gate:
             return await self._call_server(infer, rows, may_repeat, prefix)
@@ -321,15 +322,17 @@ class ServerPool:
     ) -> RemoteServer:
         while True:
             await self._wait_for_first_handshakes()
-            now = time.monotonic()
-            self._start_due_handshakes(now, search)
+            time_s = time.monotonic()
+            self._start_due_handshakes(time_s, search)
             # Once the time that a request may wait is over, it tries only servers that have not
             # failed it.
-            is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
+            is_over = (
+                search.trouble_since is not None and self._patience_ends(search, time_s) <= time_s
+            )
             ready = [
                 server
                 for server in self._servers
-                if server.is_ready(now) and not (is_over and server in search.tried)
+                if server.is_ready(time_s) and not (is_over and server in search.tried)
             ]
             if ready:
                 fitting = [server for server in ready if server.limit and server.limit >= rows]
@@ -338,12 +341,12 @@ class ServerPool:
                 return _pick(fitting, prefix)
             # A full server has said when it has room again, so waiting for it does not count toward
             # wait_s or retry_s.
-            if not any(server.is_full(now) for server in self._servers):
+            if not any(server.is_full(time_s) for server in self._servers):
                 self._give_up_if_hopeless(search)
-                search.note_trouble(now)
-                self._give_up_if_over(search, now)
-                self._log_long_wait(search, now)
-            await self._wait_for_change(now, search)
+                search.note_trouble(time_s)
+                self._give_up_if_over(search, time_s)
+                self._log_long_wait(search, time_s)
+            await self._wait_for_change(time_s, search)
 
     async def _wait_for_first_handshakes(self) -> None:
         """Wait for the first handshakes with all servers; if they fail, the next call tries again.
@@ -392,16 +395,16 @@ class ServerPool:
         ]
         return next(iter(faults), None)
 
-    def _start_due_handshakes(self, now: float, search: _Search) -> None:
+    def _start_due_handshakes(self, time_s: float, search: _Search) -> None:
         """Start handshakes with unavailable servers whose pause is over.
 
         If no server is ready, also start handshakes with the servers that the request of ``search``
         must try again before it gives up.
         """
-        any_ready = any(server.is_ready(now) for server in self._servers)
-        tried_since = 0.0 if any_ready else self._last_try(search, now)
+        any_ready = any(server.is_ready(time_s) for server in self._servers)
+        tried_since = 0.0 if any_ready else self._last_try(search, time_s)
         for server in self._servers:
-            server.start_handshake_if_due(now, tried_since)
+            server.start_handshake_if_due(time_s, tried_since)
         self._ever_ready |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
@@ -418,28 +421,28 @@ class ServerPool:
         if len(faults) == len(self._servers):
             raise ServingError("; ".join(faults))
 
-    def _patience_ends(self, search: _Search, now: float) -> float:
+    def _patience_ends(self, search: _Search, time_s: float) -> float:
         patience = self._retry_s if self._ever_ready else self._wait_s
-        return (now if search.trouble_since is None else search.trouble_since) + patience
+        return (time_s if search.trouble_since is None else search.trouble_since) + patience
 
-    def _last_try(self, search: _Search, now: float) -> float:
+    def _last_try(self, search: _Search, time_s: float) -> float:
         """Return the time since which each server must have been tried before a request gives up.
 
         It is the moment when the request's waiting time ended, or its start if it did not wait.
         """
-        ends = self._patience_ends(search, now)
-        was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
+        ends = self._patience_ends(search, time_s)
+        was_patient = search.trouble_since is not None and search.trouble_since < ends <= time_s
         return ends if was_patient else search.began
 
-    def _give_up_if_over(self, search: _Search, now: float) -> None:
+    def _give_up_if_over(self, search: _Search, time_s: float) -> None:
         # Every server is tried once more after the waiting time has ended, so that a request still
         # succeeds if a server came back at the last moment.
         was_each_tried = all(
             server.limit is not None
-            or (server.handshake is None and server.tried_at >= self._last_try(search, now))
+            or (server.handshake is None and server.tried_at >= self._last_try(search, time_s))
             for server in self._servers
         )
-        if not was_each_tried or now < self._patience_ends(search, now):
+        if not was_each_tried or time_s < self._patience_ends(search, time_s):
             return
         if self._ever_ready:
             advice = f"no server came back within {self._retry_s:g} s (retry_s)"
@@ -453,24 +456,26 @@ class ServerPool:
             raise NoKServeError(trouble)
         raise NoServerError(trouble, advice)
 
-    async def _wait_for_change(self, now: float, search: _Search) -> None:
+    async def _wait_for_change(self, time_s: float, search: _Search) -> None:
         """Sleep until a handshake, a server's pause or the request's time to wait ends.
 
         It sleeps at most 1 s.
         """
-        moments = [server.again_at for server in self._servers if server.again_at > now]
-        ends = self._patience_ends(search, now)
-        pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
+        moments = [server.again_at for server in self._servers if server.again_at > time_s]
+        ends = self._patience_ends(search, time_s)
+        pause = max(
+            0.01, min([*moments, *([ends] if ends > time_s else []), time_s + 1.0]) - time_s
+        )
         handshakes = [server.handshake for server in self._servers if server.handshake is not None]
         if handshakes:
             await asyncio.wait(handshakes, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(pause)
 
-    def _log_long_wait(self, search: _Search, now: float) -> None:
+    def _log_long_wait(self, search: _Search, time_s: float) -> None:
         """Log once why a request waits, if no server has answered since the start of the client."""
-        started_at = now if search.trouble_since is None else search.trouble_since
-        if not (self._ever_ready or self._has_logged_trouble) and now - started_at >= _QUIET_S:
+        started_at = time_s if search.trouble_since is None else search.trouble_since
+        if not (self._ever_ready or self._has_logged_trouble) and time_s - started_at >= _QUIET_S:
             self._has_logged_trouble = True
             trouble = self.trouble() or search.last_trouble
             logger.warning("%s; waiting up to %g s for a server", trouble, self._wait_s)
@@ -503,7 +508,8 @@ def _retrieve_error(first: asyncio.Task[None]) -> None:
 def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     try:
         scored = kserve.decode_rewards(outputs)
-        if scored.rewards.ndim == 2 and len(scored.rewards) == rows:
+        is_in_range = max(scored.errors, default=0) < rows
+        if scored.rewards.ndim == 2 and len(scored.rewards) == rows and is_in_range:
             return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass

@@ -1,8 +1,9 @@
 """RewardClient: score samples over HTTP with blocking calls, futures or asyncio.
 
-A call of any size is split into requests that the servers accept. A server rejects a whole request
-if one row is bad, and names the row; the client then sends the other rows again. Repeating a
-request is harmless, because scoring has no side effects.
+A call of any size is split into requests that the servers accept. An answer has the reasons of all
+rows without a reward. Triton and earlier servers reject a whole request if one row is bad, and name
+the row; the client then sends the other rows again. Repeating a request is harmless, because
+scoring has no side effects.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nemo_aligner.serving.client.calls import ServerClient, check_token, complet
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import DataError, shown
@@ -377,8 +378,10 @@ class RowCollector:
     """
 
     def __init__(self, pool: ServerPool, on_error: OnError, is_probe: bool = False) -> None:
-        self._pool, self._is_probe = pool, is_probe
+        self._pool = pool
         self._sets_aside = on_error == "nan"
+        marks = {kserve_body.PROBE: is_probe, kserve_body.ROW_ERRORS: self._sets_aside}
+        self._marks = [mark for mark, is_set in marks.items() if is_set]
         self._outputs: dict[str, dict[int, np.ndarray]] = {
             name: {} for name in ("rewards", *_OPTIONAL)
         }
@@ -455,12 +458,13 @@ class RowCollector:
 
         ``prefix`` stands for the beginning of all its samples; None if they have different ones.
 
-        The server rejects a whole request for one bad row, so each bad row costs one more request.
+        A server without ``ROW_ERRORS`` rejects the whole request for one bad row, so each bad row
+        costs one more request.
         """
         while part.rows:
             try:
                 scored = await self._pool.infer(
-                    encode_request(part), len(part.rows), self._is_probe, prefix
+                    encode_request(part), len(part.rows), self._marks, prefix
                 )
             # When the call was split, every known server accepted requests of this size. Those
             # servers are gone now, and the ones that answer accept fewer rows, so split again.
@@ -478,13 +482,15 @@ class RowCollector:
                 return
 
     def _store(self, part: PartialRequest, scored: ScoredRows) -> None:
+        self._errors |= {part.rows[place]: reason for place, reason in scored.errors.items()}
+        places = [place for place in range(len(part.rows)) if place not in scored.errors]
+        if not places:
+            return
         for name, rows in self._outputs.items():
             values = getattr(scored, name)
             if values is not None:
-                rows.update(zip(part.rows, values, strict=True))
-        self._exceeded.update(
-            row for row, cut in zip(part.rows, scored.exceeded, strict=True) if cut
-        )
+                rows |= {part.rows[place]: values[place] for place in places}
+        self._exceeded.update(part.rows[place] for place in places if scored.exceeded[place])
         self._contract_hash = scored.contract_hash
         self._fingerprints.add(scored.model_fingerprint)
 

@@ -15,7 +15,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -110,13 +110,13 @@ class RemoteServer:
         self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
 
-    def is_ready(self, now: float) -> bool:
+    def is_ready(self, time_s: float) -> bool:
         """Tell whether the server may get requests for rewards."""
-        return self.limit is not None and now >= self.again_at
+        return self.limit is not None and time_s >= self.again_at
 
-    def is_full(self, now: float) -> bool:
+    def is_full(self, time_s: float) -> bool:
         """Tell whether the server is full: the pause of its ``Retry-After`` is not over."""
-        return self.limit is not None and self._has_retry_after and now < self.again_at
+        return self.limit is not None and self._has_retry_after and time_s < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
         """Start a handshake, or return the running one."""
@@ -124,12 +124,12 @@ class RemoteServer:
             self.handshake = asyncio.ensure_future(self._handshake())
         return self.handshake
 
-    def start_handshake_if_due(self, now: float, tried_since: float) -> None:
+    def start_handshake_if_due(self, time_s: float, tried_since: float) -> None:
         """Start a handshake if the server is unavailable and its pause is over.
 
         The pause is ignored if the last handshake was before ``tried_since``.
         """
-        due = now >= self.again_at or self.tried_at < tried_since
+        due = time_s >= self.again_at or self.tried_at < tried_since
         if self.limit is None and due:
             self.start_handshake()
 
@@ -142,8 +142,8 @@ class RemoteServer:
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
-    async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Send a request for rewards, and return the outputs; the server does not count a probe.
+    async def infer(self, inputs: Tensors, marks: Collection[str] = ()) -> Tensors:
+        """Send a request with parameters ``marks`` for rewards, and return the outputs.
 
         Raises:
             RefusedError: the server rejected the request.
@@ -151,7 +151,7 @@ class RemoteServer:
         """
         with self._tracking_request():
             try:
-                return await self._infer(self._model_name, inputs, None, is_probe)
+                return await self._infer(self._model_name, inputs, None, marks)
             except RefusedError as error:
                 if error.status == 404:  # the server has restarted and loads its model
                     raise UnavailableError(error.message) from error
@@ -369,9 +369,9 @@ class RemoteServer:
             self._contract_check.withdraw(self.name)
 
     async def _infer(
-        self, model_name: str, inputs: Tensors, timeout_s: float | None, is_probe: bool = False
+        self, model_name: str, inputs: Tensors, timeout_s: float | None, marks: Collection[str] = ()
     ) -> Tensors:
-        body, headers = kserve_body.encode_body(inputs, is_probe)
+        body, headers = kserve_body.encode_body(inputs, marks)
         path = f"models/{quote(model_name)}/infer"
         answer, answer_headers = await self._send("POST", path, timeout_s, body, headers)
         try:

@@ -77,7 +77,7 @@ _ERRORS = {
     ),
 }
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    str(kind.status): {"description": about} for kind, about in _ERRORS.items()
+    str(kind.status): {"description": text} for kind, text in _ERRORS.items()
 }
 
 
@@ -228,7 +228,7 @@ class Front:
         if not self._routes:
             return app
         for path, routes in self._routes.items():
-            about = "; ".join(route.about for route in routes)
+            summary = "; ".join(route.summary for route in routes)
             app.add_api_route(
                 path,
                 RouteHandler(
@@ -240,8 +240,8 @@ class Front:
                     self._notices,
                 ).handle,
                 methods=["POST"],
-                summary=about,
-                description=about,  # FastAPI would otherwise show the handler's docstring
+                summary=summary,
+                description=summary,  # FastAPI would otherwise show the handler's docstring
                 operation_id=path.strip("/").replace("/", "_"),
                 openapi_extra=_describe_routes(routes),
             )
@@ -352,7 +352,7 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, bodies: RequestBodies) -> 
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))
 
-    _add_route(app, route.path, handle, route.about, route.method)
+    _add_route(app, route.path, handle, route.summary, route.method)
 
 
 def _add_model_route(
@@ -367,7 +367,7 @@ def _add_model_route(
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))
 
-    _add_route(app, route.path, handle, route.about)
+    _add_route(app, route.path, handle, route.summary)
 
 
 def _add_get_routes(
@@ -380,22 +380,22 @@ def _add_get_routes(
 
         return handle
 
-    for path, work, about in routes:
-        _add_route(app, path, with_errors(work), about)
+    for path, work, summary in routes:
+        _add_route(app, path, with_errors(work), summary)
 
 
 def _add_route(
     app: FastAPI,
     path: str,
     handle: Callable[..., Awaitable[Response]],
-    about: str,
+    summary: str,
     method: str = "GET",
 ) -> None:
     app.add_api_route(
         path,
         handle,
         methods=[method],
-        summary=about,
+        summary=summary,
         response_model=None,
         response_class=PlainTextResponse if path == _METRICS_PATH else JSONResponse,
         responses=_ERROR_RESPONSES,

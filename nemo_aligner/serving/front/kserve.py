@@ -20,6 +20,7 @@ version 2", and ``http_server.cc`` of triton-inference-server/server where its t
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import time
 import zlib
@@ -36,10 +37,12 @@ from nemo_aligner.serving.failures import FailureKind, RequestError, public_fail
 from nemo_aligner.serving.protocols import TensorSpec
 from nemo_aligner.serving.protocols.kserve_body import (
     HEADER_LENGTH,
+    PROBE,
+    ROW_ERRORS,
     Tensors,
     datatype_of,
     decode_tensors,
-    is_probe,
+    has_mark,
     pack_tensor,
 )
 from nemo_aligner.serving.protocols.strict_json import read_json
@@ -145,8 +148,8 @@ class KServe:
             return _error_answer(405, f"{path}: got {method}, wanted GET")
         if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
-            about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
-            return KServeAnswer.of_json(about)
+            server = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
+            return KServeAnswer.of_json(server)
         if path == "/v2/health/live":
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":
@@ -169,8 +172,9 @@ class KServe:
             # A probe is a request that is not counted in the statistics. It must have one row, like
             # those of our gateway, so that no client can hide large requests.
             is_one_row = all(len(array) == 1 for array in inputs.values())
-            probe = endpoint.answer_probe if is_one_row and is_probe(request) else None
-            outputs = await (probe or endpoint.answer)(inputs)
+            probe = endpoint.answer_probe if is_one_row and has_mark(request, PROBE) else None
+            by_row = endpoint.answer_by_row if has_mark(request, ROW_ERRORS) else None
+            outputs = await (probe or by_row or endpoint.answer)(inputs)
             # Choose the thread by the larger of request and answer: e.g. a critic's values are
             # larger than the request.
             size = max(len(body), *(array.nbytes for array in outputs.values()))
@@ -431,6 +435,8 @@ def _encode_answer(
 
 def _json_values(array: np.ndarray) -> list[Any]:
     values = array.reshape(-1).tolist()
+    if array.dtype.kind == "f" and np.isnan(array).any():  # JSON has no NaN
+        return [None if math.isnan(value) else value for value in values]
     if array.dtype != np.object_:
         return values
     return [value.decode("utf-8", errors="replace") for value in values]

@@ -148,8 +148,10 @@ def _model_metrics(models: Sequence[HostedModel]) -> Iterator[Metric]:
         f"{_HTTP}_rows_in_flight", "samples not answered yet", labels=labels
     )
     gauges = {
-        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=[*labels, "attribute"])
-        for name, about in (
+        name: GaugeMetricFamily(
+            f"nemo_aligner_reward_{name}", meaning, labels=[*labels, "attribute"]
+        )
+        for name, meaning in (
             ("rows", "number of latest rewards in the other gauges"),
             ("mean", "mean of the latest rewards"),
             ("std", "standard deviation of the latest rewards"),
@@ -180,8 +182,8 @@ def _backend_metrics(statistics: Statistics) -> Iterator[Metric]:
         labels=["backend"],
     )
     counters = {
-        name: CounterMetricFamily(f"{_SERVER}_{name}", about, labels=["backend"])
-        for name, about in COUNTED.items()
+        name: CounterMetricFamily(f"{_SERVER}_{name}", meaning, labels=["backend"])
+        for name, meaning in COUNTED.items()
     }
     for url, counts in statistics.items():
         up.add_metric([url], counts is not None)

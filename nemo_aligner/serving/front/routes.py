@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import call_by_size
-from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
+from nemo_aligner.serving.failures import NO_ROWS, FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front.bodies import BodyReader, RequestBodies
 from nemo_aligner.serving.front.metrics import FrontMetrics
 from nemo_aligner.serving.front.models import HostedModel, HostedModels
@@ -142,20 +142,16 @@ class RouteHandler:
     ) -> ScoredRows:
         """Score a request; rows that get ``refused_reward`` have NaN and the reason.
 
-        Rows are set aside only after the model has rejected one of them. If a judge or a server
-        fails first, the request fails, because the trainer can send it again.
+        Only a rejected sample gets it. If a judge or a server fails, the request fails, because the
+        trainer can send it again.
         """
-        try:
-            return await model.scoring.answer(request, route.sets_rows_aside)
-        except RequestError as refusal:
-            is_sample = refusal.kind is FailureKind.bad_request and refusal.row is not None
-            reward = self._config.refused_reward
-            if not (is_sample and route.takes_refused_reward) or reward is None:
-                raise
-            status = refusal.kind.status
-            path = model.name_route(route.path)
-            self._notices.note_rejection(path, status, refusal.message, reward)
-        return await model.scoring.answer(request, sets_rows_aside=True)
+        reward = self._config.refused_reward
+        scored = await model.scoring.answer(request, route.rows_aside(reward))
+        if scored.errors and not route.sets_rows_aside:
+            row, status = min(scored.errors), FailureKind.bad_request.status
+            message, path = f"row {row}: {scored.errors[row]}", model.name_route(route.path)
+            self._notices.note_rejection(path, status, message, reward)
+        return scored
 
     def _note_foreign_rows(
         self,
@@ -209,7 +205,7 @@ async def _blame(model: HostedModel, refusal: RequestError, other: ScoreRequest)
     If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
     Otherwise the prompt is at fault, so raise the error of ``other``.
     """
-    scored = await model.scoring.answer(other, False, is_probe=True)
+    scored = await model.scoring.answer(other, NO_ROWS, is_probe=True)
     reason = refusal.message.removeprefix(f"row {refusal.row}: ")
     # The other reply's reward is not used, only the number of attributes, for a row of NaN.
     no_rewards = np.full_like(scored.rewards, np.nan)

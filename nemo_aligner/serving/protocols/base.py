@@ -24,7 +24,13 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.contract.readout import one_reward, weighted_components
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import (
+    ALL_ROWS,
+    NO_ROWS,
+    REJECTED_ROWS,
+    FailureKind,
+    RequestError,
+)
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
@@ -160,7 +166,7 @@ class Route(Generic[T]):
 
     Attributes:
         path: path of the URL, for POST requests.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         request: model of the body; a body that does not fit is rejected with a one-line message.
         response: model of the answer, for the OpenAPI page.
         read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
@@ -175,7 +181,7 @@ class Route(Generic[T]):
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
             the prompt is at fault, and ``refuse`` builds the answer.
-        takes_refused_reward: whether a row that cannot be scored gets the setting
+        takes_refused_reward: whether a rejected row gets the setting
             ``refused_reward``, if it is not null. It is for trainers whose runs end without a
             reward for each sample.
         marks: names of fields that only this protocol has. They select this route if another
@@ -183,7 +189,7 @@ class Route(Generic[T]):
     """
 
     path: str
-    about: str
+    summary: str
     request: type[T]
     response: type[BaseModel]
     read: Callable[[T], ScoreRequest]
@@ -204,6 +210,13 @@ class Route(Generic[T]):
         """
         return parse_body(self.request, body)
 
+    def rows_aside(self, refused_reward: float | None) -> frozenset[FailureKind]:
+        """Return the failures with which a row does not fail the request (see ``failures.py``)."""
+        if self.sets_rows_aside:
+            return ALL_ROWS
+        has_reward = self.takes_refused_reward and refused_reward is not None
+        return REJECTED_ROWS if has_reward else NO_ROWS
+
 
 @dataclass(frozen=True)
 class PlainRoute:
@@ -211,7 +224,7 @@ class PlainRoute:
 
     Attributes:
         path: path of the URL.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         answer: converts the bytes of a body to the answer; raises ServingError (HTTP 400) if the
             body is invalid.
         method: HTTP method of its requests.
@@ -220,7 +233,7 @@ class PlainRoute:
     """
 
     path: str
-    about: str
+    summary: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
     is_slow: bool = False
@@ -232,14 +245,14 @@ class ModelRoute:
 
     Attributes:
         path: path of the URL.
-        about: one line for the OpenAPI page.
+        summary: one line for the OpenAPI page.
         answer: builds the answer from the scoring contracts by the models' names (None if the
             backends publish none), and the settings of the server or gateway. The first model is
             the one that is described if the answer has room for one.
     """
 
     path: str
-    about: str
+    summary: str
     answer: Callable[[Mapping[str, ScoringContract | None], FrontConfig], HttpAnswer]
 
 

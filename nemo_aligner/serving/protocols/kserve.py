@@ -35,6 +35,10 @@ output                 dtype  shape           meaning
 ``steps``              BYTES  [B, 1]          only with a reward per turn or step: a JSON object
 =====================  =====  ==============  ====================================================
 
+A row that is rejected fails the whole request, unless the request has the parameter ``row_errors:
+true``. The answer then has NaN for each such row, and the output ``errors`` BYTES [B, 1]: why a row
+has no reward, empty for a row with one. A request whose rows all have rewards has no ``errors``.
+
 ``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which say for each row the
 message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has
 only the last row and no spans. With any overlong rule but ``truncate_left``, a sample that is too
@@ -105,6 +109,7 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("outputs", np.float32, (-1,)),
     TensorSpec("steps", bytes, (1,)),
 )
+_ERRORS = "errors"
 OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
@@ -157,9 +162,15 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     for spec in OPTIONAL_OUTPUTS:
         values = getattr(scored, spec.name)
         if values is not None and spec.dtype is bytes:
-            outputs[spec.name] = _bytes_column(steps.to_json().encode() for steps in values)
+            outputs[spec.name] = _bytes_column(
+                b"" if steps is None else steps.to_json().encode() for steps in values
+            )
         elif values is not None:
-            outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
+            # Integers have no NaN, which the rows in ``errors`` have.
+            numbers = values if spec.dtype is np.float32 else np.nan_to_num(values)
+            outputs[spec.name] = np.asarray(numbers, dtype=spec.dtype).reshape(rows, -1)
+    if scored.errors:
+        outputs[_ERRORS] = _bytes_column(scored.errors.get(row, "").encode() for row in range(rows))
     return outputs
 
 
@@ -174,9 +185,10 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
             optional[spec.name] = _decode_steps(values)
         elif values is not None and spec.shape == (1,):  # one number per row: sent as [B, 1]
             optional[spec.name] = values.reshape(-1)
+    errors = map(_decode_bytes, outputs.get(_ERRORS, np.zeros(0, np.object_)).reshape(-1))
     return ScoredRows(
         rewards,
-        {},
+        {row: reason for row, reason in enumerate(errors) if reason},
         np.asarray(exceeded).reshape(-1).astype(bool),
         _first_text(outputs, "contract_hash"),
         _first_text(outputs, "model_fingerprint"),
@@ -196,7 +208,7 @@ def _first_text(outputs: Mapping[str, np.ndarray], name: str) -> str | None:
 def _decode_steps(values: np.ndarray) -> np.ndarray:
     steps = np.full(len(values), None, dtype=np.object_)
     for row, raw in enumerate(values.reshape(-1)):
-        steps[row] = StepRewards.from_json(_decode_bytes(raw))
+        steps[row] = StepRewards.from_json(_decode_bytes(raw)) if raw else None
     return steps
 
 

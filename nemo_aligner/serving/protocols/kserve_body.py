@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any
@@ -22,9 +22,10 @@ from nemo_aligner.utils.errors import ServingError, short, shown
 Tensors = dict[str, np.ndarray]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# Request parameter that marks a probe, a request whose rewards nobody uses. NeMo Gym's ``/verify``
-# sends one to find out whether the prompt or the reply is at fault.
-_PROBE = "probe"
+# Request parameters of this package, which other servers ignore. The first marks a probe, a request
+# whose rewards nobody uses: NeMo Gym's ``/verify`` sends one to find out whether the prompt or the
+# reply is at fault. With the second, a row that is rejected does not fail the request.
+PROBE, ROW_ERRORS = "probe", "row_errors"
 _BYTES = "BYTES"
 _TYPES = {
     "BOOL": np.bool_,
@@ -69,12 +70,12 @@ def pack_tensor(array: np.ndarray) -> bytes:
 
 
 def encode_body(
-    inputs: Mapping[str, np.ndarray], is_probe: bool = False
+    inputs: Mapping[str, np.ndarray], marks: Collection[str] = ()
 ) -> tuple[bytes, dict[str, str]]:
     """Encode a request as body and headers.
 
-    Arrays of ``bytes`` objects become BYTES tensors. With ``is_probe`` the server does not count
-    the request in its statistics; servers that do not know the parameter ignore it.
+    Arrays of ``bytes`` objects become BYTES tensors. ``marks`` are parameters that are set to true:
+    ``PROBE`` and ``ROW_ERRORS``.
     """
     listed, pieces = [], []
     for name, array in inputs.items():
@@ -88,19 +89,16 @@ def encode_body(
             }
         )
         pieces.append(raw)
-    parameters = {"binary_data_output": True, **({_PROBE: True} if is_probe else {})}
+    parameters = {"binary_data_output": True, **dict.fromkeys(marks, True)}
     header = json.dumps({"inputs": listed, "parameters": parameters}).encode()
     headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
     return b"".join([header, *pieces]), headers
 
 
-def is_probe(request: Mapping[str, Any]) -> bool:
-    """Tell whether a request is a probe, which is not counted in the statistics.
-
-    ``request`` is its JSON.
-    """
+def has_mark(request: Mapping[str, Any], mark: str) -> bool:
+    """Tell whether the JSON of a request has the parameter ``PROBE`` or ``ROW_ERRORS``."""
     parameters = request.get("parameters")
-    return isinstance(parameters, dict) and parameters.get(_PROBE) is True
+    return isinstance(parameters, dict) and parameters.get(mark) is True
 
 
 def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:

@@ -131,9 +131,9 @@ def refuse(failure: RequestError, body: DocumentsRequest | None) -> HttpAnswer:
     return HttpAnswer(answer.status, {**answer.content, **messages})
 
 
-def _make_route(path: str, about: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
+def _make_route(path: str, summary: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
     types = (DocumentsRequest, DocumentsResponse)
-    return Route(path, about, *types, read, answer, refuse, marks=marks)
+    return Route(path, summary, *types, read, answer, refuse, marks=marks)
 
 
 ROUTES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
@@ -73,9 +75,13 @@ def test_scorer_takes_texts_or_their_tokens_and_adds_label_means(
 def test_scorer_refuses_what_cannot_be_scored(scorer: RewardScorer, archive: Path) -> None:
     with pytest.raises(DataError, match=r"text 1: .*empty"):
         score_all(scorer, ["fine", ""])
+    with pytest.raises(DataError, match=r"got \d+ tokens, wanted at most 64\. Shorten the prompt"):
+        TextEncoder(replace(scorer.contract, overlong="error"), scorer._tokenizer).encode(
+            "no " * 65
+        )
     wrong = {
-        "got 0 tokens, wanted 1 to 64": [],
-        "got 65 tokens, wanted 1 to 64": [5] * 65,
+        r"got 0 tokens, wanted 1 to 64 \(seq_length\)\. Leave the sequence out": [],
+        r"got 65 tokens, wanted 1 to 64 \(seq_length\)\. Shorten the prompt or the": [5] * 65,
         "got token id -1, wanted 0 to": [5, -1],
         "got token id 100000, wanted 0 to": [5, 100000],
     }

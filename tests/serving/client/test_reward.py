@@ -11,7 +11,8 @@ from nemo_aligner.serving.client import RefusedError, RewardClient
 from nemo_aligner.serving.client.reward import split_texts, split_tokens
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
-from tests.serving.client.misbehaving import Misbehaving, refuse, seconds
+from tests.serving.client.misbehaving import Misbehaving, output, refuse, seconds
+from tests.serving.fake_server import CONTRACT
 
 # A server's message when Triton answers, which has no status 413.
 TOO_LARGE = (
@@ -49,6 +50,26 @@ def test_refused_rows_cost_a_request_each_or_are_found_by_halves(lone: Misbehavi
         texts[3] = "a"
         assert list(client.score_rows(texts).errors) == [17]
         assert len(lone.asked) == 1 + 2 * 5
+
+
+def test_refused_rows_in_an_answer_cost_no_request(lone: Misbehaving) -> None:
+    def answer(texts: list[str]) -> Any:
+        errors = ["no " + text[1:] if text.startswith("!") else "" for text in texts]
+        outputs = lone._rewards(texts)["outputs"]
+        if all(errors):  # then a gateway may know no contract
+            del outputs[1:]
+        return 200, {"outputs": [*outputs, output("errors", "BYTES", [len(texts), 1], errors)]}
+
+    lone.answer = answer
+    with RewardClient(lone.url) as client:
+        assert str(client.score(["!b"], on_error="nan").tolist()) == "[[nan]]"
+        scored = client.score_rows(TEXTS)
+        assert (scored.errors, scored.contract_hash) == ({1: "no one", 3: "no two"}, CONTRACT.hash)
+        assert [str(row[0]) for row in scored.rewards] == ["97.0", "nan", "98.0", "nan", "99.0"]
+        lone.answer = lambda texts: (200, {**(wide := lone._rewards(texts)), "outputs": [
+            *wide["outputs"], output("errors", "BYTES", [2, 1], ["", "more"])]})  # fmt: skip
+        assert "does not have a row" in seconds(client.score_rows, ["a"])[1]
+    assert len(lone.asked) == 3
 
 
 def test_refused_rows_are_an_error_with_the_callers_number(lone: Misbehaving) -> None:

@@ -130,7 +130,7 @@ def test_a_probe_of_one_row_is_counted_nowhere() -> None:
     app = gateway_front(client)
     for texts in (["ab"], ["ab", "c"]):
         is_counted = len(texts) > 1
-        body, headers = kserve_body.encode_body(kserve.encode_sentences(texts), is_probe=True)
+        body, headers = kserve_body.encode_body(kserve.encode_sentences(texts), [kserve_body.PROBE])
         answer = call(app, "/v2/models/reward_model/infer", body, headers)
         length = int(answer.headers[kserve_body.HEADER_LENGTH.lower()])
         listed = json.loads(answer.body[:length])["outputs"]

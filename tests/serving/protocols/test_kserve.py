@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.protocols import ScoredRows, StepRewards, kserve
 from tests.serving.protocols.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
@@ -40,6 +40,19 @@ def test_kserve_reply_comes_back_as_it_was_sent() -> None:
     old = kserve.decode_rewards({"rewards": np.ones((2, 1), np.float32)})
     assert old.exceeded.tolist() == [False, False]
     assert old.model_fingerprint is None
+
+
+def test_kserve_reply_has_the_reasons_of_rows_without_a_reward() -> None:
+    rewards, steps = np.array([[1.5], [np.nan]], np.float32), np.full(2, None, np.object_)
+    steps[0] = StepRewards(rewards[:1], ())
+    errors, passed = {1: "too löng"}, np.array([1.0, np.nan], np.float32)
+    reply = ScoredRows(rewards, errors, np.zeros(2, bool), "cafe", passed=passed, steps=steps)
+    outputs = kserve.encode_rewards(reply)
+    assert outputs["passed"].tolist() == [[1], [0]]
+    back = kserve.decode_rewards(outputs)
+    assert (back.errors, str(back.rewards)) == (errors, str(rewards))
+    assert back.steps is not None
+    assert (back.steps[0].rewards.tolist(), back.steps[1]) == ([[1.5]], None)
 
 
 TOKENS = np.zeros((2, 4), np.int64)

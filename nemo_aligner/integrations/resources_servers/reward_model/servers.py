@@ -117,10 +117,10 @@ def _hide_password(url: str) -> str:
     except ValueError:  # replaced by the error below, because its message may show the password
         is_valid = False
     if not is_valid:
-        shown = url.rpartition("@")[2]
+        without_password = url.rpartition("@")[2]
         raise ValueError(
-            f"server_url: got {shown!r}, which is not an http or https URL with a host. Write it "
-            "as http://HOST:PORT."
+            f"server_url: got {without_password!r}, which is not an http or https URL with a host. "
+            "Write it as http://HOST:PORT."
         )
     return str(parsed.with_user(None)).rstrip("/")
 
