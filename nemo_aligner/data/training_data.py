@@ -59,11 +59,11 @@ class TrainingData:
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
-        """Render a table of the records and lengths of each file, for a dry run."""
+        """Render the full table of each file, its records and their lengths, for a dry run."""
         return "\n".join(dataset.table() for dataset in self.datasets)
 
     def overview(self) -> str:
-        """Render what a run prints on each file at its start, in fewer rows than ``table``."""
+        """Render the few rows about each file that a run prints when it starts."""
         return "\n".join(dataset.overview() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:

@@ -86,7 +86,7 @@ def chosen_mean(pairs: PairRewards) -> float:
 
 
 def chosen_std(pairs: PairRewards) -> float:
-    """Standard deviation of the chosen replies' rewards."""
+    """Population standard deviation of the chosen replies' rewards."""
     return deviation(pairs.chosen)
 
 
@@ -96,7 +96,7 @@ def rejected_mean(pairs: PairRewards) -> float:
 
 
 def rejected_std(pairs: PairRewards) -> float:
-    """Standard deviation of the rejected replies' rewards."""
+    """Population standard deviation of the rejected replies' rewards."""
     return deviation(pairs.rejected)
 
 

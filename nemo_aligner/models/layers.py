@@ -294,7 +294,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         eps, offset, dtype = self._eps, self._offset, self._dtype
         if added is not None:
             return self.pointwise.add_rms_norm(x, added, self.weight, eps, offset, dtype, alpha)
-        if self.is_kernels and kernels.take(x):
+        if self.is_kernels and kernels.supports(x):
             return kernels.rms_norm(x, self._factors(), eps, dtype)
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
