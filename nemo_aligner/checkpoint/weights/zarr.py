@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state, slices_of
+from nemo_aligner.checkpoint.weights.shards import slices_of
+from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state
 from nemo_aligner.config.dtypes import zarr_dtypes
 from nemo_aligner.utils.errors import CheckpointError, shown
 
