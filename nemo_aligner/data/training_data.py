@@ -267,13 +267,16 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
 def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
     """Name the data sets of files: ``<part>-<file name without endings>``.
 
-    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1.
+    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1. If
+    such a name equals that of another file, both get a further number.
     """
-    stems = [Path(path).name.split(".")[0] for path in paths]
-    return [
-        f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
-        for number, stem in enumerate(stems, start=1)
-    ]
+    names = [f"{part}-{Path(path).name.split('.')[0]}" for path in paths]
+    while len(set(names)) < len(names):
+        names = [
+            name if names.count(name) == 1 else f"{name}_{number}"
+            for number, name in enumerate(names, start=1)
+        ]
+    return names
 
 
 def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:

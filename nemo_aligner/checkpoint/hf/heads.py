@@ -139,7 +139,11 @@ class FoundHead:
         # reading.
         outputs = _count_rows(source, last)
         if outputs > _MAX_OUTPUTS:
-            raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MAX_OUTPUTS}")
+            raise CheckpointError(
+                f"{last}: got {outputs} rows, one for each output of the head, wanted at most "
+                f"{_MAX_OUTPUTS}. The file is damaged, or this is no reward head: name another by "
+                "--head"
+            )
         width = None if layout.hidden is None else _count_rows(source, names["hidden.weight"])
         has_bias = any(head_name.endswith("bias") for head_name in names)
         shape = HeadShape(has_bias, width)
