@@ -298,11 +298,13 @@ class ComposedService(ScoringService):
         The arguments are those of ``_fill_table``.
         """
         rows = [row for row in range(len(samples)) if row not in failures and not is_decided[row]]
+        if not rows:
+            return []
         selected = [samples[row] for row in rows]
-        scoring = [self._parts[name].score(selected) for name in names] if rows else []
+        scoring = [self._parts[name].score(selected) for name in names]
         results: list[PartScores] = await asyncio.gather(*scoring)
         comparisons = []
-        for name, scores in zip(names, results, strict=False):
+        for name, scores in zip(names, results, strict=True):
             parts[rows, self._combination.names.index(name)] = scores.values
             for number, failure in scores.failures.items():
                 error = RequestError(f"{name}: {failure.message}", failure.kind)
