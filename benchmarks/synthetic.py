@@ -44,7 +44,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models import reward_model
-from nemo_aligner.models.experts import routers, take_load
+from nemo_aligner.models.experts import collect_load, routers
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -326,7 +326,7 @@ def _measure_expert_load(learner: RewardLearner) -> float:
     if not all_routers:
         return 1.0
     size = learner.model.config.num_layers, next(iter(all_routers.values())).load.numel()
-    load = take_load(learner.model, *size)[:-1]
+    load = collect_load(learner.model, *size)[:-1]
     rows = load.sum(0).view(learner._layout.ep, -1).sum(1).double()
     return float(rows.max() / rows.mean())
 

@@ -221,7 +221,7 @@ def fold_head(
     standard = _section(config, "reward_standardization")
     if standard.get("enable"):
         mean, std = (_numbers(standard, key, len(weight)) for key in ("mean", "std"))
-        if mean is None or std is None or 0.0 in std:
+        if mean is None or std is None or min(std) <= 0:
             raise CheckpointError(
                 f"reward_standardization: got mean {shown(mean)} and std {shown(std)}, wanted a "
                 "mean, and a std above 0"

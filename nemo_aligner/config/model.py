@@ -328,7 +328,7 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
 
 @dataclass
 class ScorerModelConfig(LayoutConfig):
-    """Parallel layout and batch size of a reward model that scores."""
+    """Parallel layout and batch size of a reward model that is loaded only to score samples."""
 
     micro_batch_tokens: int = setting(8192, "maximum number of tokens per forward pass")
 

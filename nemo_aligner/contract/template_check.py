@@ -263,7 +263,6 @@ class TemplateReading:
         self._read_parts: dict[str, bool] = {}
         self._reasonings: dict[bool, str | None] = {}
         self._nulls: dict[bool, Message] = {}
-        self._arguments_are_text = False
 
     def adapt(self, text: Messages | Conversation) -> Messages | Conversation:
         """Rewrite a conversation into the form that the template renders completely.
@@ -321,17 +320,15 @@ class TemplateReading:
     @cached_property
     def writes_calls(self) -> bool | None:
         """True if the template renders tool calls; None if it rejects every trial."""
-        call = tool_call_turn(_FIRST, _SECOND)
-        trials = [
-            trial
-            for null in _NULLS
-            for trial in _dialogues_with({**_without_content(call), **null})
-        ]
-        is_written = self._writes([_FIRST, _SECOND], trials)
-        if not is_written:
-            trials_with_json = [[_encode_arguments(turn) for turn in trial] for trial in trials]
-            self._arguments_are_text = bool(self._writes([_FIRST, _SECOND], trials_with_json))
-        return is_written or self._arguments_are_text or is_written
+        trials = _dialogues_with_calls()
+        return self._needs_json_arguments or self._writes([_FIRST, _SECOND], trials)
+
+    @cached_property
+    def _needs_json_arguments(self) -> bool:
+        """True if the template renders tool calls only if their arguments are JSON strings."""
+        words, trials = [_FIRST, _SECOND], _dialogues_with_calls()
+        with_json = [[_encode_arguments(turn) for turn in trial] for trial in trials]
+        return not self._writes(words, trials) and bool(self._writes(words, with_json))
 
     def _null_content(self, calls: bool) -> Message:
         """Return the ``content`` that the template accepts in a message without content.
@@ -389,10 +386,8 @@ class TemplateReading:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
-            # ``name`` is the key under which the template renders the reasoning of a last reply
-            # with tool calls, if ``message`` has some, else of one without; None if it
-            # renders no reasoning there. Then use the key for the other kind of reply, because the
-            # template may still render reasoning in an earlier turn.
+            # With ``name`` None the template renders no reasoning in a last reply like this, but it
+            # may in an earlier turn: use the key for replies of the other kind.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])
@@ -405,7 +400,7 @@ class TemplateReading:
         return self._adapt_content(message)
 
     def _adapt_arguments(self, message: Message) -> Message:
-        return _encode_arguments(message) if self._arguments_are_text else message
+        return _encode_arguments(message) if self._needs_json_arguments else message
 
     def _adapt_content(self, message: Message) -> Message:
         content = message["content"]
@@ -535,6 +530,12 @@ def _dialogues_with(turn: Message) -> list[Messages]:
     """
     question = _make_turn("user", "a")
     return [[question, turn], [question, turn, tool_result(_FOURTH), _make_turn("assistant", "b")]]
+
+
+def _dialogues_with_calls() -> list[Messages]:
+    """Return trial dialogues with a tool call, in each form of a message without content."""
+    call = _without_content(tool_call_turn(_FIRST, _SECOND))
+    return [trial for null in _NULLS for trial in _dialogues_with({**call, **null})]
 
 
 def _make_dialogue(role: str, content: Any) -> Messages:

@@ -170,6 +170,7 @@ class _Outputs:
 
 # Planning: which queries and keys of a pack are computed in one call.
 
+# Tokens of a block of queries, and of a span of keys before the block.
 BLOCK, SPAN = 32, 512
 
 

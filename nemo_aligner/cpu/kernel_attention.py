@@ -27,7 +27,7 @@ _NO_WINDOW = 2**30
 def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
     """Tell if the kernel is compiled and supports ``repeats`` query heads for each key head."""
     fits = channels <= _MOST_CHANNELS and repeats <= _ROWS
-    return fits and kernels.can_take(dtype, channels, _CHANNELS)
+    return fits and kernels.supports_width(dtype, channels, _CHANNELS)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def can_advance(dtype: torch.dtype, keys: int, values: int, taps: int) -> bool:
     """Tell if the kernel is compiled and supports heads of these channels, and ``taps`` taps."""
     fits = max(keys, values) <= _MOST_CHANNELS and taps <= _MOST_TAPS
     return fits and all(
-        kernels.can_take(dtype, channels, source=kernels.GATED_DELTA) for channels in (keys, values)
+        kernels.supports_width(dtype, channels, source=kernels.GATED_DELTA)
+        for channels in (keys, values)
     )
 
 

@@ -55,16 +55,18 @@ _LANES = 16  # fp32 lanes of the widest vector
 FLOATS = (torch.float32, torch.bfloat16)
 
 
-def take(x: Tensor, multiple: int = _LANES) -> bool:
+def supports(x: Tensor, multiple: int = _LANES) -> bool:
     """Tell if the compiled kernels can compute ``x [..., c]``: on a CPU and without gradients.
 
     Args:
         multiple: a number that must divide c.
     """
-    return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
+    return x.is_cpu and supports_width(x.dtype, x.size(-1), multiple)
 
 
-def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES, source: str = KERNELS) -> bool:
+def supports_width(
+    dtype: torch.dtype, width: int, multiple: int = _LANES, source: str = KERNELS
+) -> bool:
     """Tell if the compiled ``source`` can compute a CPU tensor ``[..., width]`` of this dtype."""
     fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library(source) is not None
@@ -87,7 +89,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 def can_add(x: Tensor, added: Tensor) -> bool:
     """Tell if ``add`` supports these tensors: contiguous, ``x`` in fp32, and without gradients."""
     fits = x.dtype is torch.float32 and added.dtype in FLOATS
-    return fits and x.is_contiguous() and added.is_contiguous() and take(x)
+    return fits and x.is_contiguous() and added.is_contiguous() and supports(x)
 
 
 def add(x: Tensor, added: Tensor, norm: Any = None) -> None:

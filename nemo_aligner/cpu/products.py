@@ -23,7 +23,7 @@ from torch.autograd import Function
 # which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few
 # sizes, and the last chunk is padded with zeros.
 
-# Numbers of rows and of FLOPs from which on oneDNN is faster.
+# oneDNN is faster than MKL for matmuls of at least this many rows and FLOPs.
 _FEWEST, _LARGE = 8, 2**22
 MOST_ROWS = 512
 """The most rows of a matmul; more rows are cut into chunks."""

@@ -59,11 +59,11 @@ class TrainingData:
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
-        """Render a table of the records and lengths of each file, for a dry run."""
+        """Render the full table of each file, its records and their lengths, for a dry run."""
         return "\n".join(dataset.table() for dataset in self.datasets)
 
     def overview(self) -> str:
-        """Render what a run prints on each file at its start, in fewer rows than ``table``."""
+        """Render the few rows about each file that a run prints when it starts."""
         return "\n".join(dataset.overview() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
@@ -267,13 +267,16 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
 def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
     """Name the data sets of files: ``<part>-<file name without endings>``.
 
-    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1.
+    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1. If
+    such a name equals that of another file, both get a further number.
     """
-    stems = [Path(path).name.split(".")[0] for path in paths]
-    return [
-        f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
-        for number, stem in enumerate(stems, start=1)
-    ]
+    names = [f"{part}-{Path(path).name.split('.')[0]}" for path in paths]
+    while len(set(names)) < len(names):
+        names = [
+            name if names.count(name) == 1 else f"{name}_{number}"
+            for number, name in enumerate(names, start=1)
+        ]
+    return names
 
 
 def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:

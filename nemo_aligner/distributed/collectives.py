@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from nemo_aligner.utils.processes import find_process, is_main
 # Collectives on Python objects and flags. All ranks must call them in the same order.
 
 T = TypeVar("T")
+# A function's result, or the error that it raised; the other one is None.
+_Outcome: TypeAlias = tuple[T | None, BaseException | None]
 _FIRST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 1.0
 
@@ -89,7 +91,7 @@ def on_main(function: Callable[[], T]) -> T:
 
     All ranks must call this function, and wait for rank 0.
     """
-    outcome: tuple[T | None, Exception | None] = (None, None)
+    outcome: _Outcome[T] = (None, None)
     if is_main():
         outcome = _attempt(function)
     if dist.is_initialized():
@@ -102,7 +104,7 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
 
     Waiting ranks poll with short collectives, because a single collective would time out if the
     function takes long. The function runs in a thread, and must not call collectives. If it raises
-    on one rank, all ranks raise the error.
+    on one rank, all ranks raise the error, also a SystemExit.
 
     Args:
         function: what this rank runs; None runs nothing.
@@ -112,11 +114,12 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
     """
     if not dist.is_initialized():
         return [None if function is None else function()]
-    box: list[tuple[T | None, Exception | None]] = []
+    box: list[_Outcome[T]] = []
     if function is None:
         box.append((None, None))
     else:
-        work = partial(_attempt, function)
+        # Also SystemExit, of a user's code: it would end only the thread, and all ranks would wait.
+        work = partial(_attempt, function, BaseException)
         Thread(target=lambda: box.append(work()), daemon=True).start()
     wait = _FIRST_WAIT_S
     while True:
@@ -149,14 +152,14 @@ def once_per_node(function: Callable[[], T]) -> T:
     return next(result for name, result in filter(None, results) if name == host)
 
 
-def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(function: Callable[[], T], caught: type[BaseException] = Exception) -> _Outcome[T]:
     try:
         return function(), None
-    except Exception as error:
+    except caught as error:
         return None, error
 
 
-def _unwrap(outcome: tuple[T | None, Exception | None]) -> T:
+def _unwrap(outcome: _Outcome[T]) -> T:
     value, error = outcome
     if error is not None:
         raise error

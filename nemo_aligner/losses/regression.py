@@ -163,10 +163,8 @@ class Quantiles(RatingObjective):
     levels: Sequence[float] = (0.1, 0.5, 0.9)
 
     def __post_init__(self) -> None:
-        try:
-            _ = self.readout
-        except TypeError as error:
-            raise ValueError(f"levels: got {self.levels!r}, wanted a list of numbers") from error
+        _require_numbers("levels", self.levels)
+        _ = self.readout
 
     @property
     def readout(self) -> Readout:
@@ -281,12 +279,17 @@ def _values_per_attribute(values: Any, attributes: Sequence[str]) -> list[Any]:
             )
         rows = [values[name] for name in attributes]
     for row in rows:
-        are_numbers = isinstance(row, list | tuple) and all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in row
-        )
-        if not are_numbers:
-            raise ValueError(f"values: got {row!r}, wanted a list of numbers")
+        _require_numbers("values", row)
     return rows
+
+
+def _require_numbers(name: str, value: Any) -> None:
+    """Raise ValueError if the setting ``name`` has a value other than a list of numbers."""
+    are_numbers = isinstance(value, list | tuple) and all(
+        isinstance(item, int | float) and not isinstance(item, bool) for item in value
+    )
+    if not are_numbers:
+        raise ValueError(f"{name}: got {value!r}, wanted a list of numbers")
 
 
 def _two_hot(labels: Tensor, values: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def chosen_mean(pairs: PairRewards) -> float:
 
 
 def chosen_std(pairs: PairRewards) -> float:
-    """Standard deviation of the chosen replies' rewards."""
+    """Population standard deviation of the chosen replies' rewards."""
     return deviation(pairs.chosen)
 
 
@@ -108,7 +108,7 @@ def rejected_mean(pairs: PairRewards) -> float:
 
 
 def rejected_std(pairs: PairRewards) -> float:
-    """Standard deviation of the rejected replies' rewards."""
+    """Population standard deviation of the rejected replies' rewards."""
     return deviation(pairs.rejected)
 
 
@@ -353,7 +353,8 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
 
 def correlation(first: Tensor, second: Tensor) -> float:
     """Compute Pearson's r of two tensors ``[N]``; NaN if one is constant, or if N is below 2."""
-    if first.numel() < 2:
+    # Compare the values: the mean of equal values may be rounded, so that none of them equals it.
+    if first.numel() < 2 or any(bool((values == values[0]).all()) for values in (first, second)):
         return float("nan")
     first, second = first - first.mean(), second - second.mean()
     scale = first.norm() * second.norm()

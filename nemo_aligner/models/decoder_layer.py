@@ -309,7 +309,7 @@ class PackedLayer(TransformerLayer):
             # Compute the norm before the sum, which may overwrite ``hidden``.
             normed = norm.forward(hidden)
             hidden = self._add_to_stream(added, hidden)
-        elif can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
+        elif can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.uses_kernels:
             normed = norm.add(hidden, added)
         elif hidden.is_cuda:
             hidden, normed = self._add_and_norm(hidden, added)

@@ -15,7 +15,7 @@ from nemo_aligner.config.model import DeltaChoice
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.flash_delta import MAX_KEY_CHANNELS, FlashDelta, load_kernel
-from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
+from nemo_aligner.models.gated_delta import DeltaIntraChunk, Inputs
 from nemo_aligner.models.linear_attention import GatedDeltaNet, advance_levels
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -127,7 +127,7 @@ def measure_deviations(
     tokens, factors = _draw_tokens(shape, key_heads, dtype, device)
 
     def by_torch(inputs: Inputs) -> Tensor:
-        return advance_levels(ChunkProducts.of(inputs), tree.levels)
+        return advance_levels(DeltaIntraChunk.of(inputs), tree.levels)
 
     by_kernel = partial(kernel.compute, runs=runs, dtype=dtype)
     results = []
@@ -158,7 +158,7 @@ def _draw_tokens(
 
     heads = [draw(1, shape.key_head_dim), draw(1, shape.key_head_dim)]
     heads.append(draw(repeats, shape.value_head_dim))
-    # Both compute with the same inputs, so that only the products are rounded differently.
+    # Both compute with the same inputs, so that only the matmuls are rounded differently.
     tokens = [tensor.to(dtype).float() for tensor in heads]
     tokens += [-0.1 * draw(repeats).abs(), draw(repeats).sigmoid()]
     factors = draw(repeats, shape.value_head_dim)[:-1]

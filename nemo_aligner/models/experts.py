@@ -149,11 +149,12 @@ def routers(model: Any) -> dict[int, Router]:
     return {layer.layer_number: layer.mlp.router for layer in layers}
 
 
-def take_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
-    """Return how often each expert was chosen since the last call, on all ranks; collective.
+def collect_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
+    """Sum the routers' ``load`` over all ranks, and reset it to 0; collective.
 
-    The result is the sum of the routers' ``load``, ``[L, E]`` int64, with zeros for layers without
-    experts. The routers' counts are then reset to 0.
+    Returns:
+        ``[L, E]`` int64: how many tokens were sent to each expert since the last call; 0 in layers
+        without experts.
 
     Args:
         num_layers: L, the number of layers of the whole model.
@@ -310,14 +311,16 @@ class ExpertLinear(torch.nn.Module):
 
     def _multiply(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         if rows is None:
-            return _Products.apply(inputs, self.weight, counts)
+            return _GroupedMatmul.apply(inputs, self.weight, counts)
         inputs_of_experts = inputs.split(counts.on_host())
-        products = [
+        outputs = [
             invariant_linear(rows_of_expert, matrix.flatten(0, -2), None, rows)
             for rows_of_expert, matrix in zip(inputs_of_experts, self.weight, strict=True)
             if len(rows_of_expert)
         ]
-        return torch.cat(products) if products else _Products.apply(inputs, self.weight, counts)
+        if not outputs:
+            return _GroupedMatmul.apply(inputs, self.weight, counts)
+        return torch.cat(outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -356,7 +359,7 @@ class ExpertLinear(torch.nn.Module):
         return self.adapter.sharded_state_dict(f"{prefix}adapter.", *arguments)
 
 
-class _Products(Function):
+class _GroupedMatmul(Function):
     """Autograd function that multiplies each row of ``inputs [N, in]`` by its expert's matrix.
 
     The backward pass adds the weight's gradient to its ``main_grad``, if Megatron's wrapper made
@@ -406,15 +409,16 @@ def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Te
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
     """Add the weight gradients of all experts to ``to [E, o, i]``.
 
-    An expert's gradient is the product of its rows in ``grad [N, o]`` and in ``inputs [N, i]``.
+    An expert's gradient is ``grad.T @ inputs``, with its rows of ``grad [N, o]`` and ``inputs [N,
+    i]``.
     """
     ends = counts.group_ends(inputs, to)
     if ends is not None:
-        products = F.grouped_mm(grad.mT, inputs, offs=ends)
-        # For an expert without rows the product is zero on Hopper, but uninitialised memory on
+        gradients = F.grouped_mm(grad.mT, inputs, offs=ends)
+        # For an expert without rows the gradient is zero on Hopper, but uninitialised memory on
         # Blackwell (pytorch/pytorch#172439).
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
-        to.add_(products.masked_fill_(~has_rows[:, None, None], 0))
+        to.add_(gradients.masked_fill_(~has_rows[:, None, None], 0))
         return
     for rows_of_expert, grad_of_expert, sum_of_expert in _split_by_expert(counts, inputs, grad, to):
         add_weight_gradient(sum_of_expert, rows_of_expert, grad_of_expert)

@@ -29,7 +29,7 @@ class DeltaFunction(Protocol):
     """The arguments of fla's ``chunk_gated_delta_rule`` that are used here.
 
     Args:
-        q, k: ``[1, T, h, k]`` queries and keys, in the dtype of the products.
+        q, k: ``[1, T, h, k]`` queries and keys, in the dtype of the matmuls.
         v: ``[1, T, h * r, v]`` values, in the same dtype.
         g: ``[1, T, h * r]`` float32 logarithms of the factors that decay the states.
         beta: ``[1, T, h * r]`` float32 write strengths.

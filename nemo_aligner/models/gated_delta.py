@@ -39,18 +39,18 @@ class Inputs(NamedTuple):
     strength: Tensor
 
 
-class ChunkProducts(NamedTuple):
-    """What n chunks compute from their own tokens, without the state before them, in fp32.
+class DeltaIntraChunk(NamedTuple):
+    """The ``IntraChunk`` of the gated delta rule.
 
-    The first axes of all fields are ``[n, h, r]``. "First state" is the state in front of a chunk,
-    and "last state" the state behind it.
+    The first axes of all fields are ``[n, h, r]``. "First state" is the state before the first
+    token of a chunk, and "last state" the state after its last token.
 
     Attributes:
         query: ``[..., 64, k]`` queries, decayed from the chunk's start, that read the first state.
         inner: ``[..., 64, 64]`` weight with which each token reads the value that another token of
             the chunk writes.
         values: ``[..., 64, v]`` values that the tokens would write if the first state were 0.
-        read_keys: ``[..., 64, k]`` keys; their product with the first state is subtracted from
+        read_keys: ``[..., 64, k]`` keys; ``read_keys @ first state`` is subtracted from
             ``values``.
         write_keys: ``[..., 64, k]`` keys, decayed to the chunk's end, that write to the last state.
         decay: ``[..., 1, 1]`` factor of the first state in the last state.
@@ -64,7 +64,7 @@ class ChunkProducts(NamedTuple):
     decay: Tensor
 
     @classmethod
-    def of(cls, inputs: Inputs) -> ChunkProducts:
+    def of(cls, inputs: Inputs) -> DeltaIntraChunk:
         """Compute the fields from the inputs of the chunks."""
         query, key = map(_normalize, (inputs.query, inputs.key))
         query = query * query.size(-1) ** -0.5
@@ -88,10 +88,10 @@ class ChunkProducts(NamedTuple):
         )
 
     def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[..., 64, v]`` and the states behind the chunks ``[..., k, v]``.
+        """Compute the outputs ``[..., 64, v]`` and the last states ``[..., k, v]``.
 
         Args:
-            state: ``[..., k, v]`` states in front of the chunks; None means 0.
+            state: ``[..., k, v]`` first states; None means 0.
         """
         if state is None:
             return self.inner @ self.values, self.write_keys.mT @ self.values

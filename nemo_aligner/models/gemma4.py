@@ -239,11 +239,12 @@ class Gemma4Output(MegatronModule):
 
 
 class PerLayerEmbedding(MegatronModule):
-    """Computes the inputs of all layers from a pack's tokens and their embeddings.
+    """Computes the per-layer inputs of all layers from a pack's tokens and their embeddings.
 
-    A layer's input is ``(norm(P e) / sqrt(hidden) + sqrt(w) t) / sqrt(2)`` for a token's embedding
-    ``e``, and its row ``t`` of a second table; the norm is over the w channels of a layer. Tensor
-    parallelism splits the rows of the table. All ranks compute ``P e`` and the norm.
+    A layer's input has w channels: ``(norm(P e / sqrt(hidden)) + sqrt(w) t) / sqrt(2)``, where e is
+    the token's embedding, ``P [w, hidden]`` the layer's part of the matrix ``projection``, and
+    ``t [w]`` the layer's part of the token's row in ``table``. The norm is over the w channels.
+    Tensor parallelism splits the rows of ``table``. All ranks compute ``P e`` and the norm.
 
     Attributes:
         invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
@@ -268,7 +269,8 @@ class PerLayerEmbedding(MegatronModule):
         torch.nn.init.zeros_(self.table.weight)
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.projection = torch.nn.Linear(shape.hidden_size, width, bias=False, **kind)
-        # Every rank has all tokens here, and so the whole gradient of the norm's weight.
+        # Every rank has all tokens here, and so the whole gradient of the norm's weight, which must
+        # not be summed over the ranks, as Megatron does under sequence parallelism.
         inner = copy(config)
         inner.sequence_parallel = False
         self.norm = SequenceParallelRMSNorm(inner, self._width, eps=config.layernorm_epsilon)

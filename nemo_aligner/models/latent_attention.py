@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class LatentAttention(MegatronModule):
     """Replaces a layer's attention: ``[T, 1, hidden] -> [T, 1, hidden]``.
 
-    The decoder layer calls ``linear_qkv``, ``attend`` and ``linear_proj``. ``linear_qkv`` computes
-    the latent of queries, the latent of keys and values, and the key with RoPE that all heads
-    share. In a model without a latent of queries it computes for each head its query, and an equal
-    part of the other two.
+    The decoder layer calls ``linear_qkv``, ``attend`` and ``linear_proj``. The outputs of
+    ``linear_qkv`` are the query latent, the key-value latent, and the key with RoPE that all heads
+    share. Without a query latent they are ordered by head instead: the query of a head, then a
+    ``1 / heads`` part of the channels of key-value latent and shared key.
 
-    Tensor parallelism splits the outputs of ``linear_qkv``, and gathers the latents, which have few
-    channels. Every rank norms them, and computes queries, keys and values of its own heads.
+    Tensor parallelism splits the outputs of ``linear_qkv``. The latents have few channels, so all
+    ranks gather and norm them. Each rank computes queries, keys and values only for its heads.
 
     Args:
         linears: classes of column-parallel and of row-parallel linear layers.
@@ -87,7 +87,8 @@ class LatentAttention(MegatronModule):
             **options,
         )
         # linear_qkv gathers all tokens, so sequence parallelism ends there: every rank has the
-        # latents of all tokens, and the whole gradients of the norms' weights.
+        # latents of all tokens, and the whole gradients of the norms' weights, which must not be
+        # summed over the ranks.
         inner = copy(config)
         inner.sequence_parallel = False
         self.q_latent_layernorm = self.linear_q_up_proj = None
@@ -161,7 +162,7 @@ class LatentAttention(MegatronModule):
 
     def _rotate(self, heads: Tensor, context: PackContext) -> Tensor:
         """Apply RoPE to ``heads [T, 1, heads, c]`` without gradients; may overwrite ``heads``."""
-        rotate_heads = kernels.rotate if kernels.take(heads, multiple=1) else rotate
+        rotate_heads = kernels.rotate if kernels.supports(heads, multiple=1) else rotate
         return rotate_heads(heads, *context.tables[self.core_attention.rotation])
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,9 +184,9 @@ class LatentAttention(MegatronModule):
         """Split ``mixed [T, 1, projection / ranks]``, and gather the latents of all ranks.
 
         Returns:
-            The latent of queries ``[T, 1, q_lora_rank]``, or the queries of this rank's heads if
-            there is no such latent; the latent of keys and values ``[T, 1, kv_lora_rank]``; and the
-            shared key ``[T, 1, r]``, before RoPE.
+            The query latent ``[T, 1, q_lora_rank]``, or the queries of this rank's heads ``[T, 1,
+            heads * c]`` if there is no such latent; the key-value latent ``[T, 1, kv_lora_rank]``;
+            and the shared key ``[T, 1, r]``, before RoPE.
         """
         latent = self._latent
         sizes = [latent.kv_lora_rank, latent.qk_rope_head_dim]

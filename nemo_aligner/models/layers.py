@@ -298,7 +298,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         eps, offset, dtype = self._eps, self._offset, self._dtype
         if added is not None:
             return self.pointwise.add_rms_norm(x, added, self.weight, eps, offset, dtype, alpha)
-        if self.is_kernels and kernels.take(x):
+        if self.uses_kernels and kernels.supports(x):
             return kernels.rms_norm(x, self._factors(), eps, dtype)
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
@@ -310,7 +310,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return kernels.add_and_norm(x, added, self._factors(), self._eps, self._dtype)
 
     @property
-    def is_kernels(self) -> bool:
+    def uses_kernels(self) -> bool:
         """True if ``kernels.c`` computes this norm now, for inputs that the C file supports."""
         is_supported = self._dtype in kernels.FLOATS and self.weight.dtype in kernels.FLOATS
         return not self.training and is_supported

@@ -31,7 +31,7 @@ from torch import Tensor
 from nemo_aligner.cpu.kernel_delta import DeltaLayer, Weights, can_advance
 from nemo_aligner.models.chunk_tree import ChunkTree, Level
 from nemo_aligner.models.flash_delta import FlashDelta
-from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
+from nemo_aligner.models.gated_delta import DeltaIntraChunk, Inputs
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.models.state_pool import StatePool
@@ -44,14 +44,19 @@ if TYPE_CHECKING:
 _CHUNKS_ON_CPU, _CHUNKS_ON_GPU = 1, 16
 
 
-class Products(Protocol):
-    """What n chunks compute from their own tokens; a NamedTuple of tensors ``[n, ...]``."""
+class IntraChunk(Protocol):
+    """The part of linear attention that n chunks of 64 tokens compute from their own tokens alone.
+
+    Implementations are NamedTuples of fp32 tensors ``[n, ...]``. In the shapes, h is the number of
+    key heads of this rank, r the number of value heads per key head, k the channels of a key, and v
+    those of a value.
+    """
 
     def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[n, h, r, 64, v]`` and the states behind the chunks.
+        """Compute the outputs ``[n, h, r, 64, v]``, and the states ``[n, h, r, k, v]`` after them.
 
         Args:
-            state: ``[n, h, r, k, v]`` states in front of the chunks; None means 0.
+            state: ``[n, h, r, k, v]`` states before the chunks' first tokens; None means 0.
         """
         ...
 
@@ -130,7 +135,7 @@ class LinearAttention(MegatronModule):
         """Compute what follows from ``chunks [n, previous + 64, projection]`` alone.
 
         Returns:
-            The ``Products``, and what ``norm_and_gate`` needs besides the outputs.
+            The ``IntraChunk`` of the chunks, and the argument ``gates`` of ``norm_and_gate``.
         """
 
     @abstractmethod
@@ -145,7 +150,8 @@ class LinearAttention(MegatronModule):
         """Compute ``[T, 1, value width]`` from ``mixed [T, 1, projection]``, linear_qkv's output.
 
         Training keeps only ``mixed`` and the output, and computes the rest again in the backward
-        pass, because the states and products of all chunks would take several times the memory.
+        pass, because the states and ``IntraChunk`` of all chunks would need several times as much
+        memory.
         """
         if not learns(self):
             return self._infer(mixed, context)
@@ -165,8 +171,8 @@ class LinearAttention(MegatronModule):
             return by_kernel
         tree = _tree_of(context)
         chunks = _rows_of_chunks(_with_empty_row(mixed), tree.rows)
-        products, gates = self.compute_chunks(chunks)
-        normed = self.norm_and_gate(advance_levels(products, tree.levels), gates, mixed.dtype)
+        intra, gates = self.compute_chunks(chunks)
+        normed = self.norm_and_gate(advance_levels(intra, tree.levels), gates, mixed.dtype)
         return self._rows_of_pack(normed, tree.places, context)
 
     @torch.no_grad()
@@ -184,12 +190,12 @@ class LinearAttention(MegatronModule):
             for start in range(level.start, level.end, size):
                 count = min(size, level.end - start)
                 rows = _fill_up(tree.rows[start : start + count], size)
-                products, gates = self.compute_chunks(_rows_of_chunks(padded, rows))
+                intra, gates = self.compute_chunks(_rows_of_chunks(padded, rows))
                 first = None
                 if states is not None:
                     place = start - level.start
                     first = states[_fill_up(level.parents[place : place + count], size)]
-                output, last = products.advance(first)
+                output, last = intra.advance(first)
                 outputs.append(self.norm_and_gate(output, gates, mixed.dtype)[:count])
                 next_states.append(last[:count])
             states = torch.cat(next_states)
@@ -292,10 +298,10 @@ class GatedDeltaNet(LinearAttention):
         normed = self.norm_and_gate(output, gates, mixed.dtype)
         return self._rows_of_pack(normed, runs.places, context)
 
-    def compute_chunks(self, chunks: Tensor) -> tuple[ChunkProducts, Tensor]:
-        """Compute the products of the chunks, and the output gates, see ``compute_inputs``."""
+    def compute_chunks(self, chunks: Tensor) -> tuple[DeltaIntraChunk, Tensor]:
+        """Compute the chunks' ``IntraChunk``, and the output gates of ``compute_inputs``."""
         inputs, gates = self.compute_inputs(chunks)
-        return ChunkProducts.of(inputs), gates
+        return DeltaIntraChunk.of(inputs), gates
 
     def compute_inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
         """Compute the gated delta rule's inputs, and the output gates ``[n, h, r, 64, v]`` in fp32.
@@ -351,12 +357,15 @@ class GatedDeltaNet(LinearAttention):
         return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
 
 
-def advance_levels(products: Any, levels: Sequence[Level]) -> Tensor:
-    """Compute the outputs ``[N, h, r, 64, v]`` of all N chunks of a tree, level by level."""
+def advance_levels(intra: Any, levels: Sequence[Level]) -> Tensor:
+    """Compute the outputs ``[N, h, r, 64, v]`` of all N chunks of a tree, level by level.
+
+    ``intra`` is the ``IntraChunk`` of these N chunks.
+    """
     outputs: list[Tensor] = []
     state: Tensor | None = None
     sizes = [level.end - level.start for level in levels]
-    for level, of_level in zip(levels, _split(products, sizes), strict=True):
+    for level, of_level in zip(levels, _split(intra, sizes), strict=True):
         first = None if state is None else state.index_select(0, level.parents)
         output, state = of_level.advance(first)
         outputs.append(output)
@@ -392,10 +401,10 @@ def _rows_of_chunks(padded: Tensor, rows: Tensor) -> Tensor:
     return gathered.view(*rows.shape, -1)
 
 
-def _split(products: Any, sizes: Sequence[int]) -> list[Products]:
+def _split(intra: Any, sizes: Sequence[int]) -> list[IntraChunk]:
     """Split the chunks into consecutive parts of ``sizes`` chunks, one for each tree level."""
-    parts = zip(*(field.split(list(sizes)) for field in products), strict=True)
-    return [type(products)(*fields) for fields in parts]
+    parts = zip(*(field.split(list(sizes)) for field in intra), strict=True)
+    return [type(intra)(*fields) for fields in parts]
 
 
 def _fill_up(rows: Tensor, size: int) -> Tensor:

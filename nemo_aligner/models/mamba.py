@@ -20,11 +20,11 @@ from nemo_aligner.models.linear_attention import LinearAttention
 from nemo_aligner.models.shapes.linear_attention import Mamba2Shape
 
 
-class ScanProducts(NamedTuple):
-    """What n chunks compute from their own tokens, without the state before them, in fp32.
+class MambaIntraChunk(NamedTuple):
+    """The ``IntraChunk`` of Mamba-2.
 
     The first axes of all fields are ``[n, h, r]``, for h groups with r heads each. "First state" is
-    the state in front of a chunk, and "last state" the state behind it.
+    the state before a chunk's first token, and "last state" the state after its last token.
 
     Attributes:
         query: ``[..., 64, k]`` vectors C, decayed from the chunk's start, that read the first
@@ -44,7 +44,7 @@ class ScanProducts(NamedTuple):
     decay: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, values: Tensor, decay: Tensor) -> ScanProducts:
+    def of(cls, query: Tensor, key: Tensor, values: Tensor, decay: Tensor) -> MambaIntraChunk:
         """Compute the fields.
 
         Args:
@@ -62,10 +62,10 @@ class ScanProducts(NamedTuple):
         )
 
     def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[..., 64, v]`` and the states behind the chunks ``[..., k, v]``.
+        """Compute the outputs ``[..., 64, v]`` and the last states ``[..., k, v]``.
 
         Args:
-            state: ``[..., k, v]`` states in front of the chunks; None means 0.
+            state: ``[..., k, v]`` first states; None means 0.
         """
         output, written = self.inner @ self.values, self.write_keys.mT @ self.values
         if state is None:
@@ -92,10 +92,10 @@ class Mamba2(LinearAttention):
             self.conv_bias = self.new_parameter(shape.conv_width // ranks)
             self.split_by_head = (*self.split_by_head, "conv_bias")
 
-    def compute_chunks(self, chunks: Tensor) -> tuple[ScanProducts, tuple[Tensor, Tensor]]:
-        """Compute the products of the chunks, and gates and skipped inputs ``[n, h, r, 64, v]``.
+    def compute_chunks(self, chunks: Tensor) -> tuple[MambaIntraChunk, tuple[Tensor, Tensor]]:
+        """Compute the chunks' ``IntraChunk``, and gates and skipped inputs ``[n, h, r, 64, v]``.
 
-        Both are in fp32; the gates are those before their activation.
+        All are in fp32; the gates are those before their activation.
         """
         shape, heads, repeats = self.shape, self.key_heads, self.shape.values_per_key
         by_group = chunks.float().unflatten(-1, (heads, -1))
@@ -113,13 +113,13 @@ class Mamba2(LinearAttention):
         steps = F.softplus(step + self.dt_bias.float().view(heads, repeats))
         steps = steps.clamp(min=shape.least_step).permute(0, 2, 3, 1)
         rates = self.a_log.float().exp().view(heads, repeats, 1)
-        products = ScanProducts.of(
+        intra = MambaIntraChunk.of(
             query=query.transpose(1, 2).unsqueeze(2),
             key=key.transpose(1, 2).unsqueeze(2),
             values=inputs * steps.unsqueeze(-1),
             decay=-(rates * steps),
         )
-        return products, (gates, inputs * self.skip.float().view(heads, repeats, 1, 1))
+        return intra, (gates, inputs * self.skip.float().view(heads, repeats, 1, 1))
 
     def norm_and_gate(
         self, output: Tensor, gates: tuple[Tensor, Tensor], dtype: torch.dtype

@@ -48,7 +48,7 @@ class Router(torch.nn.Module):
             in Gemma 4; None without.
         expert_scale: ``[E]``, factors of the experts' weights, as in Gemma 4; None without.
         load: ``[E]`` int64, how often each expert was chosen on this rank in training since the
-            last ``take_load``.
+            last ``collect_load``.
     """
 
     aux_loss_coeff = 0.0

@@ -1,7 +1,8 @@
-"""The service of a gateway that combines several parts to one reward.
+"""The service of a gateway that combines the rewards of several parts to one reward.
 
 The parts are a reward model (``model``), a judge (``judge``) and Python functions (``parts.py``).
-``Combination`` is the arithmetic; ``ComposedService`` asks the parts and answers with all of them.
+``Combination`` is the arithmetic; ``ComposedService`` sends samples to the parts, and answers with
+the combined reward and the value of each part.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Combination:
         kind: weighted sum, minimum, or gate.
         weights: P weights.
         offsets: P numbers that are added to the parts before they are weighted.
-        gate: with ``gate``, the name of the part that every sample gets.
-        margin: with ``gate``, the margin below which a sample gets all parts.
-        boundary: with ``gate``, the reward from which the only response to a prompt is good.
+        gate: with the kind ``gate``, the name of the part that scores every sample.
+        margin: with the kind ``gate``, the margin below which all parts score a sample.
+        boundary: with the kind ``gate``, the value of the part ``gate`` that separates good
+            responses from bad ones. The margin of the only response to a prompt is its distance to
+            it.
     """
 
     names: tuple[str, ...]
@@ -59,7 +62,12 @@ class Combination:
 
     @classmethod
     def of(cls, names: Sequence[str], config: CombineConfig, boundary: float) -> Combination:
-        """Read the settings for the parts with these names."""
+        """Select from ``config`` the weight (default 1) and offset (default 0) of each part.
+
+        Args:
+            names: names of the parts, in the order of the columns that ``combine`` gets.
+            boundary: see ``boundary`` above.
+        """
         weights = tuple(config.weights.get(name, 1.0) for name in names)
         offsets = tuple(config.offsets.get(name, 0.0) for name in names)
         gate, margin = config.gate_part, config.gate_margin
@@ -67,7 +75,7 @@ class Combination:
 
     @property
     def first_names(self) -> tuple[str, ...]:
-        """Names of the parts that every sample gets."""
+        """Names of the parts that score every sample."""
         return (self.gate,) if self.kind is CombineKind.gate else self.names
 
     def find_close(self, values: np.ndarray, keys: Sequence[str | None]) -> np.ndarray:
@@ -163,7 +171,10 @@ class ComposedService(ScoringService):
         return None if contract is None else self._note_model(contract)
 
     async def probe(self) -> dict[str, str | None]:
-        """Map each server to why it gives no rewards; none does if a needed part is missing."""
+        """Map each server to the reason why it computes no rewards; None if it does.
+
+        If a part that scores every sample is missing, all servers have a reason.
+        """
         states: dict[str, str | None] = {}
         missing: list[str] = []
         for name, service in self._services().items():
@@ -287,11 +298,13 @@ class ComposedService(ScoringService):
         The arguments are those of ``_fill_table``.
         """
         rows = [row for row in range(len(samples)) if row not in failures and not is_decided[row]]
+        if not rows:
+            return []
         selected = [samples[row] for row in rows]
-        scoring = [self._parts[name].score(selected) for name in names] if rows else []
+        scoring = [self._parts[name].score(selected) for name in names]
         results: list[PartScores] = await asyncio.gather(*scoring)
         comparisons = []
-        for name, scores in zip(names, results, strict=False):
+        for name, scores in zip(names, results, strict=True):
             parts[rows, self._combination.names.index(name)] = scores.values
             for number, failure in scores.failures.items():
                 error = RequestError(f"{name}: {failure.message}", failure.kind)

@@ -30,8 +30,10 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
             token = Path(file).read_text(encoding="utf-8").strip()
         except OSError as error:  # strerror has only the reason; the location already has the path
             raise ConfigError(f"{location}: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"{location}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{location}: it is not text, wanted {_VALID_TOKEN}") from error
+        except ValueError as error:  # the path has a null byte
+            raise ConfigError(f"{location}: {error}. Correct the path") from error
     elif variable is not None:
         location = f"{key}{joint}variable: environment variable {variable}"
         if variable not in os.environ:

@@ -20,7 +20,7 @@ from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
 from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import AlignerError, DataError
+from nemo_aligner.utils.errors import AlignerError, DataError, short
 
 # Most records of a validation set that are written, because every validation rewrites the file.
 # With texts as long as those of HH-RLHF, it has about 6 MB.
@@ -145,7 +145,7 @@ class HeldoutRewards:
         except (AlignerError, OSError, KeyError) as error:
             say(
                 "the report will have no held-out rewards, because the texts of the validation "
-                f"set cannot be read: {error}"
+                f"set cannot be read: {short(error)}"
             )
             return []
 

@@ -32,7 +32,7 @@ from nemo_aligner.losses.base import (
     reward_gradient,
     rewards_of,
 )
-from nemo_aligner.models.experts import describe_load, take_load
+from nemo_aligner.models.experts import collect_load, describe_load
 from nemo_aligner.models.step import (
     RewardLoss,
     count_parts,
@@ -147,7 +147,7 @@ class RewardLearner:
         metrics = measure_step(self.objective, rewards, step_records.records)
         metrics |= self._update(step_records, loss_scale)
         if self._load_size is not None:
-            metrics |= describe_load(take_load(self.model, *self._load_size))
+            metrics |= describe_load(collect_load(self.model, *self._load_size))
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))

@@ -62,11 +62,11 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """Join the lines of a text, and cut it to the length that a message may quote.
+    """Join the lines of a text or error, and cut it to the length that a message may quote.
 
     It is for quoting messages of other programs, which may have many lines.
     """
-    return writable(" ".join(str(text).split())[:_MAX_LINE_LENGTH])
+    return writable(" ".join(_as_text(text).split())[:_MAX_LINE_LENGTH])
 
 
 def shown(value: object) -> str:
@@ -79,9 +79,14 @@ def shown(value: object) -> str:
 
 
 def short(text: object) -> str:
-    """Cut a text for an error message to the length that a message may quote."""
-    text = str(text)
+    """Cut a text or error for an error message to the length that a message may quote."""
+    text = _as_text(text)
     return writable(text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}...")
+
+
+def _as_text(value: object) -> str:
+    # The text of a KeyError is only its key.
+    return f"the key {value} is missing" if isinstance(value, KeyError) else str(value)
 
 
 def writable(text: str) -> str:

@@ -33,7 +33,7 @@ def main(archive: str, folder: str) -> None:
             layout = initialize_layout(tp, pp)
             loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
             with torch.no_grad():
-                print(f"kernels are used: {kernels.take(torch.zeros(4, 16))}")
+                print(f"kernels are used: {kernels.supports(torch.zeros(4, 16))}")
             weights = loaded.model.sharded_state_dict(prefix="model.")
             sums = save_weights(weights, Path(folder, name))
             print(f"sums: {json.dumps(sums, sort_keys=True)}")

@@ -395,12 +395,14 @@ def test_weights_that_are_not_finite_are_named_by_an_import_and_by_training(
 def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_path: Path) -> None:
     weights = {"merge_attributes": True, "attribute_weights": [1.0, 2.0, 3.0]}
     fc2 = "decoder.layers.mlp.linear_fc2.weight"
+    negative = {**STANDARD, "std": -2.0}
     output = tmp_path / "ours.nemo"
     sources = {
         "plain": theirs(nemo1, "plain", head_of(2)),
         "pool": theirs(nemo1, "pool", head_of(2), use_avg_pool=True),
         "critic": theirs(nemo1, "critic", head_of(2), output_sequence=True),
         "weights": theirs(nemo1, "weights", head_of(2), regression=weights),
+        "std": theirs(nemo1, "std", head_of(1), reward_standardization=negative),
         "whole": theirs(nemo1, "whole", {fc2: torch.ones(4, 64, 128, dtype=torch.int8)}),
     }
     with refusals() as refused:
@@ -408,6 +410,7 @@ def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_pat
             ("pool", "use_avg_pool: got true"),
             ("critic", "output_sequence: got true"),
             ("weights", r"attribute_weights: got \[1.0, 2.0, 3.0\], wanted 2 numbers"),
+            ("std", r"got mean \[0\.5\] and std \[-2\.0\], wanted a mean, and a std above 0"),
             ("whole", rf"model\.{fc2}: dtype: got torch\.int8, wanted fp32"),
         ):
             with refused(name, message):

@@ -166,7 +166,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:
     """Shards are read from contiguous, offset and strided storages, and in rare dtypes."""
-    from nemo_aligner.checkpoint.weights.store import read_shard
+    from nemo_aligner.checkpoint.weights.shards import read_shard
 
     path = saved / "shard"
     torch.save(tensor, path)

@@ -170,6 +170,18 @@ def test_pairs_and_ratings_are_one_set(rated: Path, pairs: Path, contracts: Cont
         build(contracts, [pairs], **how)
 
 
+def test_each_validation_file_has_a_name_of_its_own(tmp_path: Path, contracts: Contracts) -> None:
+    """The number of the first file makes its name that of the third."""
+    files = []
+    for name in ("x/a.jsonl", "y/a.jsonl", "a_1.jsonl", "b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        files.append(write(tmp_path / name, {"chosen": f"a cat {name}", "rejected": "no"}))
+    train = write(tmp_path / "train.jsonl", {"chosen": "yes cat", "rejected": "no"})
+    data = build(contracts, [train], files, allow_prompt_overlap=True)
+    names = [dataset.name.removeprefix("validation-") for dataset in data.validation]
+    assert names == ["a_1_1", "a_2", "a_1_3", "b"]
+
+
 def test_bins_are_in_the_contract_and_labels_are_not_centred(
     rated: Path, contracts: Contracts
 ) -> None:

@@ -6,10 +6,11 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.distributed.collectives import barrier, gather_objects
+from nemo_aligner.distributed.collectives import barrier, gather_objects, run_on_some
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -21,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("model.x: got 3")
     with launch():
         barrier()
+        if what == "exit in thread":
+            run_on_some(partial(sys.exit, 3) if rank in who else None)
         if rank in who:
             fail(what, rank)
         gather_objects("this waits for those who failed")

@@ -173,7 +173,8 @@ def test_clipped_value_merges_attributes_by_weights_and_label_means_as_rewards_d
 
 
 def test_settings_of_ratings_that_cannot_be_are_refused() -> None:
-    levels = ([0.1, 0.9], [0.5, 0.1], [0.5, 1.0], [0.5], 0.5)
+    levels = ([0.1, 0.9], [0.5, 0.1], [0.5, 1.0], [0.5])
+    not_numbers = (0.5, "0.5", ["0.1", "0.5", "0.9"], ["x", 0.5])
     refused: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
         Huber: [
             ({"delta": delta}, f"delta: got {delta!r}, wanted a number above 0")
@@ -181,7 +182,10 @@ def test_settings_of_ratings_that_cannot_be_are_refused() -> None:
         ],
         Quantiles: [
             *(({"levels": value}, "got ") for value in levels),
-            ({"levels": ["x", 0.5]}, ""),
+            *(
+                ({"levels": value}, f"levels: got {value!r}, wanted a list of numbers")
+                for value in not_numbers
+            ),
         ],
         OrdinalBins: [
             ({"bins": 1}, "bins: got 1, wanted a whole number from 2 on"),

@@ -18,10 +18,10 @@ from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import (
-    _Products,
+    _GroupedMatmul,
+    collect_load,
     describe_load,
     routers,
-    take_load,
 )
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.pack_context import Balance
@@ -88,12 +88,12 @@ def test_auxiliary_loss_has_the_gradient_of_the_written_out_one(model: Any) -> N
 
 
 def test_load_counts_every_choice_once(model: Any) -> None:
-    take_load(model, 4, COUNT)
+    collect_load(model, 4, COUNT)
     router_gradients(model, 0.0)
-    load = take_load(model, 4, COUNT)
+    load = collect_load(model, 4, COUNT)
     rows = [PACK.num_tokens] * 3 + [6 + -6 % model.row_multiple(6)]
     assert load.sum(1).tolist() == [TOP_K * count for count in rows]
-    assert not take_load(model, 4, COUNT).any()
+    assert not collect_load(model, 4, COUNT).any()
     even = describe_load(torch.tensor([[4, 4], [6, 2], [9, 0]]))
     assert even == {"expert_load_max": 1.5, "expert_load_mean_max": 1.25, "experts_unused": 0.0}
     assert describe_load(torch.tensor([[3, 0]]))["experts_unused"] == 0.5
@@ -246,7 +246,7 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
                 lambda self, *unused: self.per_expert.cumsum(0).to(torch.int32),
             )
         given, matrices = (each.detach().clone().requires_grad_() for each in (rows, weight))
-        product = _Products.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))
+        product = _GroupedMatmul.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))
         (product**2).sum().backward()
         found.append([product, given.grad, matrices.grad])
     for plain, grouped in zip(*found, strict=True):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nemo_aligner.batch.cache_use import StateUse
 from nemo_aligner.models.chunk_tree import ChunkTree
-from nemo_aligner.models.gated_delta import ChunkProducts, Inputs
-from nemo_aligner.models.mamba import ScanProducts
+from nemo_aligner.models.gated_delta import DeltaIntraChunk, Inputs
+from nemo_aligner.models.mamba import MambaIntraChunk
 from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
 BEFORE = 3
@@ -116,9 +116,9 @@ def by_chunks(inputs: list[Tensor], is_delta: bool) -> Tensor:
         first = None if state is None else state[level.parents]
         of_level = [chunk[level.start : level.end] for chunk in chunks]
         if is_delta:
-            output, state = ChunkProducts.of(Inputs(*of_level)).advance(first)
+            output, state = DeltaIntraChunk.of(Inputs(*of_level)).advance(first)
         else:
-            output, state = ScanProducts.of(*of_level[:-1]).advance(first)
+            output, state = MambaIntraChunk.of(*of_level[:-1]).advance(first)
         outputs.append(output)
     return torch.cat(outputs).movedim(3, 1).flatten(0, 1)[tree.places]
 

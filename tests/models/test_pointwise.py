@@ -241,8 +241,8 @@ def test_kernels_compute_the_formulas_row_by_row_and_pass_a_nan_on(dtype: torch.
     weight = torch.randn(96)
     heads = torch.randn(7, 3, 5, 32)[:, :, 1:4]  # as keys and queries lie beside values
     cos, sin = (each.float() for each in rotation(7, 12))
-    assert kernels.take(x)
-    assert not kernels.take(x.double())
+    assert kernels.supports(x)
+    assert not kernels.supports(x.double())
     # Of bf16 one rounding is allowed, where the sum is at the border of two.
     rtol = 2e-6 if dtype is torch.float32 else 2**-8
     norm = partial(kernels.rms_norm, dtype=dtype)
@@ -297,7 +297,7 @@ def test_without_a_compiler_torch_computes_all(
 ) -> None:
     for _ in range(2):
         with torch.no_grad():
-            assert not kernels.take(torch.zeros(4, 16))
+            assert not kernels.supports(torch.zeros(4, 16))
     (message,) = (record.getMessage() for record in caplog.records)
     assert "kernels.c" in message
     assert "no-such-compiler" in message
@@ -305,5 +305,5 @@ def test_without_a_compiler_torch_computes_all(
     monkeypatch.setenv(kernels.SWITCH, "0")
     kernels._load_once.cache_clear()
     with torch.no_grad():
-        assert not kernels.take(torch.zeros(4, 16))
+        assert not kernels.supports(torch.zeros(4, 16))
     assert len(caplog.records) == 1  # who switches them off knows

@@ -56,6 +56,9 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
         file.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=r"key_file: .*it holds no token"):
             find_token(str(file), None, "key")
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"key_file: .*it is not text, wanted one word of ASCII"):
+        find_token(str(file), None, "key")
     file.write_text(f" {TOKEN}\n")
     assert find_token(str(file), None, "key") == TOKEN
     monkeypatch.setenv("SET", "other")

@@ -370,8 +370,8 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"tokenizer.json: normalizer: got {shown(normalizer)}, wanted NFC or none"
         )
-    pre_tokenizer = content.get("pre_tokenizer") or {}
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    pre_tokenizer = content.get("pre_tokenizer")
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     kinds = [step.get("type") for step in steps]
     last = steps[-1]
     name = None

@@ -137,10 +137,16 @@ class FoundHead:
             )
         # The file's header, which is not trusted, has the number of rows, so check it before
         # reading.
-        outputs = _count_rows(source, last)
+        outputs = _count_rows(source.tensors[last])
         if outputs > _MAX_OUTPUTS:
-            raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MAX_OUTPUTS}")
-        width = None if layout.hidden is None else _count_rows(source, names["hidden.weight"])
+            raise CheckpointError(
+                f"{last}: got {outputs} rows, one for each output of the head, wanted at most "
+                f"{_MAX_OUTPUTS}. The file is damaged, or this is no reward head: name another by "
+                "--head"
+            )
+        width = (
+            None if layout.hidden is None else _count_rows(source.tensors[names["hidden.weight"]])
+        )
         has_bias = any(head_name.endswith("bias") for head_name in names)
         shape = HeadShape(has_bias, width)
         description = f"{layout.last} ({shape}; written by {layout.writers})"
@@ -175,7 +181,7 @@ class FoundHead:
         if not self.rows:
             return self
         name = self.names["weight"]
-        count = next(iter(self.stored[name].shape), 0)
+        count = _count_rows(self.stored[name])
         ids = [row if isinstance(row, int) else tokenizer.token_id(row) for row in self.rows]
         for row in ids:
             if row >= count:
@@ -212,7 +218,7 @@ class FoundHead:
         """Return the expected shapes of the head's tensors, by their names in the checkpoint."""
         if self.rows:
             name = self.names["weight"]
-            return {name: (next(iter(self.stored[name].shape), 0), hidden_size)}
+            return {name: (_count_rows(self.stored[name]), hidden_size)}
         outputs = 1 if self.is_log_odds else outputs
         sizes = (self.shape or HeadShape()).tensors(outputs, hidden_size)
         return {name: sizes[head_name] for head_name, name in self.names.items()}
@@ -429,8 +435,9 @@ def _read_row_tokens(source: Source) -> list[str] | None:
     )
 
 
-def _count_rows(source: Source, name: str) -> int:
-    return next(iter(source.tensors[name].shape), 0)
+def _count_rows(tensor: LazyTensor) -> int:
+    """Return the length of the first axis; 0 for a damaged tensor that has none."""
+    return next(iter(tensor.shape), 0)
 
 
 def architecture_in(source: Source) -> str:

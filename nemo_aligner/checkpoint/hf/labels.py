@@ -52,10 +52,10 @@ def read_labels(
 
 
 def count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> int:
-    """Return how many outputs the head of a model with these names of rewards must have.
+    """Return how many outputs a checkpoint's ``head`` must have, given the names of its rewards.
 
-    If the head reads steps, and this package did not export the model, any number is accepted: the
-    result is the head's number of outputs.
+    If the head reads steps, and this package did not export the model, any number is accepted, and
+    the result is the actual number.
     """
     if reads_steps(source):
         if source.contract is None:

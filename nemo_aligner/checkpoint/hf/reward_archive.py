@@ -159,7 +159,7 @@ class RewardArchive:
         return fold_into_weight(data, low, high, self.lora.scale)
 
     def read_unrounded(self, name: str, layer: int | None) -> Tensor:
-        """Read a Megatron tensor like ``read_as_exported``, but folded and kept in fp32."""
+        """Read a Megatron tensor as ``read_as_exported`` does, in fp32 and without rounding it."""
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
         rule = self._rule_of(name, layer)

@@ -66,5 +66,6 @@ def compare_checksums(
         if actual.get(name) != expected.get(name):
             raise CheckpointError(
                 f"{source}: {name}: got sha256 {actual.get(name)}, but {CHECKSUMS_NAME} lists "
-                f"{expected.get(name)}: the file is damaged, missing or was changed"
+                f"{expected.get(name)}: the file was changed, added or removed. Use an unchanged "
+                "copy of the archive"
             )

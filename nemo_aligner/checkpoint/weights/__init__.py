@@ -1,7 +1,8 @@
 """Read the weights of a checkpoint in every stored format, and save them.
 
 - ``store``: the interface ``TensorStore``, and torch_dist, the format of distributed checkpoints.
-  Its index is checked before use, and damaged shards are found before any tensor is used.
+  Its index is checked before use.
+- ``shards``: the shards of torch_dist. Damaged ones are found before any tensor is used.
 - ``zarr``: the same interface for zarr arrays, which NeMo 1.21 to 1.23 wrote.
 - ``save``: distributed checkpoints written in the background (training runs) or one tensor at a
   time (conversions); and which weights of a run are saved, with and without LoRA.

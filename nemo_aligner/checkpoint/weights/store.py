@@ -6,14 +6,10 @@ the index is checked for code, gaps and overlaps, and shards for missing or dama
 
 from __future__ import annotations
 
-import math
 import re
-import sys
-import zipfile
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BufferedReader, BytesIO, RawIOBase
+from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -35,7 +31,6 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -44,12 +39,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from nemo_aligner.checkpoint.safe_load import (
     INDEX_NAME,
-    Outline,
     load_plain,
-    outline_of,
     read_metadata,
-    record_size,
-    torch_archive,
+)
+from nemo_aligner.checkpoint.weights.shards import (
+    FileSlice,
+    check_shards,
+    check_untransformed,
+    check_zip,
+    read_shard,
+    slices_of,
 )
 from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.utils.errors import CheckpointError, short
@@ -59,7 +58,6 @@ ShardedStateDict = dict[str, Any]
 StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 T = TypeVar("T")
 _SHOWN_KEYS = 5
-_TRANSFORMED = "compressed or otherwise transformed data is not supported; save it untransformed"
 
 
 class TensorStore(ABC):
@@ -265,7 +263,16 @@ class TorchDistStore(TensorStore):
         )
 
     def check_data(self, *, read: bool, with_optimizer: bool = False) -> None:
-        check_shards(self.folder, self._metadata, read=read, with_optimizer=with_optimizer)
+        entries = self._select_entries(with_optimizer)
+        check_shards(self.folder, self._metadata, entries, read=read)
+
+    def _select_entries(self, with_optimizer: bool) -> dict[str, TensorStorageMetadata]:
+        """Return the entries of all tensors, or of those that are no optimizer state."""
+        return {
+            name: entry
+            for name, entry in self._entries.items()
+            if with_optimizer or not is_optimizer_state(name)
+        }
 
     def check_whole(self, *, with_optimizer: bool) -> None:
         """Read all weights once to find damaged ones; collective. Each rank reads an equal part.
@@ -277,12 +284,11 @@ class TorchDistStore(TensorStore):
             CheckpointError: on every rank, if any rank finds damage.
         """
         part = dist.get_rank(), dist.get_world_size()
+        entries = self._select_entries(with_optimizer)
 
         def check() -> None:
             try:
-                check_shards(
-                    self.folder, self._metadata, read=True, with_optimizer=with_optimizer, part=part
-                )
+                check_shards(self.folder, self._metadata, entries, read=True, part=part)
                 common = self.folder / COMMON_NAME
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
@@ -308,242 +314,12 @@ class TorchDistStore(TensorStore):
 
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(_TRANSFORMED)
+        check_untransformed(info)
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
             shard = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
             read_shard(shard, item.storage_offsets, stored.sizes, box)
-
-
-# The code below checks that shards are complete, lie within their files, and are undamaged.
-
-_BLOCK_BYTES = 2**24
-_STORAGES = {
-    f"torch.{name}Storage": dtype
-    for name, dtype in (
-        ("Double", torch.float64), ("Float", torch.float32), ("Half", torch.float16),
-        ("BFloat16", torch.bfloat16), ("Long", torch.int64), ("Int", torch.int32),
-        ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8), ("Bool", torch.bool),
-    )
-}  # fmt: skip
-
-
-def check_shards(
-    folder: Path,
-    metadata: Metadata,
-    *,
-    read: bool,
-    with_optimizer: bool = False,
-    part: tuple[int, int] = (0, 1),
-) -> None:
-    """Find missing or damaged shards before any tensor is used.
-
-    The shards in the index must cover each tensor without gaps, and must lie within their files.
-
-    Args:
-        read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
-        with_optimizer: check the optimizer's state, too. A model is loaded without it.
-        part: (i, n): read only the i-th (from 0) of n parts of about equal size.
-
-    Raises:
-        CheckpointError: a shard is missing, misplaced or damaged.
-    """
-    shards = defaultdict(list)
-    for name, entry in metadata.state_dict_metadata.items():
-        is_checked = with_optimizer or not is_optimizer_state(name)
-        if isinstance(entry, TensorStorageMetadata) and is_checked:
-            try:
-                for info, min_bytes in _locate_shards(metadata, name, entry):
-                    shards[info.relative_path].append((info, min_bytes, name))
-            except (KeyError, ValueError) as error:
-                raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
-    sizes = {file: sum(info.length for info, *_ in stored) for file, stored in shards.items()}
-    index, count = part
-    total = sum(sizes.values())
-    to_read = range(total * index // count, total * (index + 1) // count) if read else range(0)
-    start = 0
-    # Visit the files in the order of the ranks that wrote them. If the layout is unchanged, a rank
-    # then checks the file that it loads next, so the page cache still holds it.
-    for file in sorted(shards, key=_numeric_sort_key):
-        _check_file(folder / file, shards[file], start, to_read)
-        start += sizes[file]
-
-
-def _numeric_sort_key(name: str) -> tuple[list[int], str]:
-    """Return a sort key that orders names by their numbers: ``__2_0`` before ``__10_0``."""
-    return [int(digits) for digits in re.findall("[0-9]{1,9}", name)], name
-
-
-def _locate_shards(
-    metadata: Metadata, name: str, entry: TensorStorageMetadata
-) -> Iterator[tuple[Any, int]]:
-    """Yield each shard's location (storage info), and its size in bytes without headers.
-
-    After the last shard, check that the shards cover the tensor without overlaps.
-    """
-    size, item = tuple(entry.size), entry.properties.dtype.itemsize
-    volumes = []
-    for chunk in entry.chunks:
-        bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
-        if any(start + length > axis_size for start, length, axis_size in bounds):
-            raise ValueError(
-                f"a shard of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)} lies outside the "
-                f"tensor's shape {size}"
-            )
-        volumes.append(math.prod(chunk.sizes))
-        info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(_TRANSFORMED)
-        yield info, volumes[-1] * item
-    starts = {tuple(chunk.offsets) for chunk in entry.chunks}
-    if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
-        raise ValueError(f"its shards overlap or do not cover its shape {size}")
-
-
-def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range) -> None:
-    """Check that a file's shards lie within it, and read those that begin in ``to_read``.
-
-    Args:
-        shards: each shard's location (storage info), minimal size in bytes, and tensor's name.
-        start: number of bytes in the shards of all files that were checked before.
-        to_read: range of bytes to read, counted over the shards of all files.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, but the index places {shards[0][2]} in it")
-    end = 0
-    with path.open("rb") as file:
-        for info, min_bytes, name in sorted(shards, key=lambda shard: shard[0].offset):
-            location = f"{path}: {name}"
-            # Reject overlaps, which could make this check read the same bytes thousands of times.
-            if info.offset < end or min_bytes > info.length:
-                raise CheckpointError(
-                    f"{location}: got {info.length} bytes at offset {info.offset}, wanted at least "
-                    f"{min_bytes} bytes, at offset {end} or later"
-                )
-            end = info.offset + info.length
-            if end > path.stat().st_size:
-                raise CheckpointError(
-                    f"{location}: the file ends at {path.stat().st_size}, wanted {end} bytes"
-                )
-            if start in to_read:
-                check_zip(FileSlice(file, info.offset, end), location)
-            start += info.length
-
-
-def check_zip(stored: RawIOBase, location: str) -> None:
-    """Check a file of ``torch.save`` (a zip) by its CRC-32; an error begins with ``location``."""
-    try:
-        with zipfile.ZipFile(BufferedReader(stored)) as shard:
-            # Reject compressed members: testzip() would decompress them to whatever size.
-            if any(member.compress_type for member in shard.infolist()):
-                raise ValueError("it is compressed; torch.save writes uncompressed files")
-            damaged = shard.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise CheckpointError(f"{location}: damaged: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{location}: damaged: the CRC-32 of {damaged} does not match")
-
-
-def read_shard(
-    stored: BinaryIO, offsets: Sequence[int], shape: Sequence[int], target: Tensor
-) -> None:
-    """Copy a part of a shard into ``target``, reading only the rows that have the part.
-
-    Args:
-        stored: the shard, as ``torch.save`` wrote it.
-        offsets: index of the part's first element in the shard, one number for each axis.
-        shape: shape of the whole shard, according to the index.
-        target: tensor of the part's shape, with any dtype and on any device.
-
-    Raises:
-        Exception: of many types, if the shard is damaged, has another shape, or would take too much
-            time or memory to read.
-    """
-    location = _locate_data(stored, tuple(shape))
-    if location is None:
-        shard = load_plain(stored)
-        if not isinstance(shard, Tensor) or shard.shape != torch.Size(shape):
-            raise ValueError(f"got no tensor of shape {list(shape)}, which the index promises")
-        target.copy_(shard[slices_of(offsets, target.shape)])
-        return
-    start, dtype = location
-    # If the target is one layer of a stack, narrow the shard to it, to read only its rows.
-    while target.dim() > 1 and target.size(0) == 1:
-        start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
-        shape, offsets, target = shape[1:], offsets[1:], target[0]
-    if target.dim() == 0:
-        shape, offsets, target = (1,), (0,), target.view(1)
-    row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
-    stored.seek(start + offsets[0] * row)
-    for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
-        # Read the rows in blocks, so that a target on a GPU does not need a copy of the whole shard
-        # on the host.
-        content = bytearray(rows.size(0) * row)
-        if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise ValueError("the file ends before the data does: copy the checkpoint again")
-        block = torch.frombuffer(content, dtype=dtype).view(rows.size(0), *shape[1:])
-        rows.copy_(block[(slice(None), *inside)])
-
-
-def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select ``lengths`` elements of each axis, from ``offsets`` on."""
-    bounds = zip(offsets, lengths, strict=True)
-    return tuple(slice(start, start + length) for start, length in bounds)
-
-
-def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
-    """Find the offset in bytes and the dtype of a shard's data, if the data is contiguous.
-
-    Return None if only torch can load the shard, as its byte order, strides or dtype are unusual.
-    """
-    outline = outline_of(stored)
-    if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
-        return None
-    storage, first, size, stride, *_ = outline.parts
-    # In torch.save, a storage has: "storage", its class, its key in the zip, a device, its size.
-    _, storage_class, key, *_ = storage.parts[0]
-    dtype = _STORAGES.get(getattr(storage_class, "name", ""))
-    archive, name = torch_archive(stored), f"data/{key}"
-    row_by_row = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if (
-        dtype is None
-        or (size, stride) != (shape, row_by_row)
-        or not archive.has_record("byteorder")
-        or archive.get_record("byteorder") != sys.byteorder.encode()
-    ):
-        return None
-    if type(first) is not int or first < 0:
-        raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0 or more")
-    if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
-        raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
-    return archive.get_record_offset(name) + first * dtype.itemsize, dtype
-
-
-class FileSlice(RawIOBase):
-    """A file object that reads only the bytes ``start`` to ``end`` of another file."""
-
-    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
-        self._file, self._start, self._size = file, start, end - start
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = max(0, offset + (0, self._position, self._size)[whence])
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._position)
-        block = self._file.read(min(len(buffer), max(0, self._size - self._position)))
-        buffer[: len(block)] = block
-        self._position += len(block)
-        return len(block)
 
 
 # Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to

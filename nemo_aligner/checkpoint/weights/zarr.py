@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state, slices_of
+from nemo_aligner.checkpoint.weights.shards import slices_of
+from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state
 from nemo_aligner.config.dtypes import zarr_dtypes
-from nemo_aligner.utils.errors import CheckpointError, shown
+from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 _HEADER = ".zarray"
 _DTYPES = zarr_dtypes()
@@ -110,7 +111,7 @@ def _read_array(path: Path, slices: tuple[slice, ...]) -> Tensor:
     try:
         values = _import_zarr(path.parent).open_array(str(path), mode="r")[slices]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {short(error)}") from error
     if values.dtype.name == "bfloat16":
         # View as int16 first: torch does not accept numpy arrays of ml_dtypes' bfloat16.
         return torch.from_numpy(values.view("int16")).view(torch.bfloat16)

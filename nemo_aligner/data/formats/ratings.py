@@ -112,9 +112,9 @@ UNPAIRED = Format(
 
 # HelpSteer3-Principle: a response, a principle, and whether the response fulfils the principle.
 #
-# Wang et al. 2025, "RLBFF", arXiv:2509.21319, and the card of nvidia/HelpSteer3, whose spelling of
-# ``fulfilment`` this is. The ``principle`` is added as to records of all formats. ``domain`` is the
-# source.
+# See Wang et al. 2025, "RLBFF", arXiv:2509.21319, and the card of nvidia/HelpSteer3, which spells
+# the key ``fulfilment``. The parser below does not read ``principle``: ``with_record_columns`` adds
+# that column to records of all formats. ``domain`` is a record's source.
 
 _FULFILMENTS = {"Yes": 1.0, "No": 0.0}
 

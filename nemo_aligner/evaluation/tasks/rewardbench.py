@@ -181,10 +181,15 @@ class _Margins:
 
 
 def ties_score(predictions: Sequence[Prediction]) -> float:
-    """Compute the score of the subset ``Ties``.
+    """Compute the score of the subset ``Ties``: a weighted sum of five means over its prompts.
 
-    It is a weighted sum of several figures, whose weights add up to 1.01 in the original, too. So
-    perfect rewards score slightly above 1.
+    - 0.3 each: the fraction of prompts whose right replies all have higher rewards than every wrong
+      reply, among prompts with many right replies (``tied``) and among those with one (``ref``).
+    - 0.2 each: the fraction of pairs (``tied``, ``ref``) whose margin ``to_wrong`` exceeds
+      ``among_right``, the spread of the right replies: that of ``tied``, and the smaller of both.
+    - 0.01: the mean over pairs of ``tanh(smaller margin / spread - 1)``.
+
+    As in the original, the weights add up to 1.01, so perfect rewards score slightly above 1.
     """
     refs, tied = (_collect_margins(predictions, kind) for kind in ("ref", "tied"))
     matched = [(refs[number], tied[number]) for number in refs if number in tied]

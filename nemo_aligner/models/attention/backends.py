@@ -388,9 +388,9 @@ BACKENDS: tuple[Backend[Any], ...] = (
 
 
 def rotates_by_c_file(case: Case) -> bool:
-    """Tell if ``kernels.c`` applies RoPE to a layer's heads instead of torch.
+    """Tell if ``kernels.c``, rather than torch, applies RoPE to a layer's queries and keys.
 
-    It does wherever it also computes the layer's attention.
+    It does exactly where it can compute the layer's attention, too.
     """
     return C_FILE.fits(case)
 

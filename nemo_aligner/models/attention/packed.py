@@ -155,7 +155,7 @@ class PackedAttention(MegatronModule):
         groups, width = joined.shape[1:3]
         case = self._case(joined, groups * (width - 1), groups, context.segments)
         if self.rotation is not None:
-            # ``kernels.c`` rotates in place. It is used in all cases whose attention it can also
+            # ``kernels.c`` rotates in place. It does so exactly in the cases whose attention it can
             # compute.
             rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
             joined = rotate_heads(joined, *context.tables[self.rotation])

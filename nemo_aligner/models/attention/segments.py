@@ -461,30 +461,38 @@ class KeyValuePool:
 
 @contextmanager
 def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the keys and values of all ranks while autograd saves only this rank's part of them.
+    """Gather keys and values of all ranks, of which autograd saves only this rank's part.
 
-    The backward pass gathers keys and values once more, so a rank keeps only ``1 / ranks`` of them
-    in each layer.
+    The backward pass gathers them once more, so a rank keeps only ``1 / ranks`` of them in each
+    layer.
+
+    Args:
+        key, value: ``[n, groups, c]`` of this rank's tokens.
+        index: see ``_gather``.
+
+    Yields:
+        Keys and values ``[K, groups, c]``. Save them for autograd only inside the block.
     """
     local = torch.stack([key, value], dim=1)
     gathered = _gather(local, index)
-    numbers = {_storage(tensor): number for number, tensor in enumerate(gathered)}
-    shape, again = gathered[0].shape, dict[int, Tensor]()
+    # 0 for the gathered keys, 1 for the gathered values.
+    positions = {_storage(tensor): position for position, tensor in enumerate(gathered)}
+    shape, gathered_again = gathered[0].shape, dict[int, Tensor]()
     pack, unpack = saved_tensor_hooks()
     packed_local = pack(local.detach())
 
-    def keep(tensor: Tensor) -> Any:
-        number = numbers.get(_storage(tensor)) if tensor.shape == shape else None
-        return pack(tensor) if number is None else number
+    def save(tensor: Tensor) -> Any:
+        position = positions.get(_storage(tensor)) if tensor.shape == shape else None
+        return pack(tensor) if position is None else position
 
-    def give(saved: Any) -> Tensor:
+    def restore(saved: Any) -> Tensor:
         if not isinstance(saved, int):
             return unpack(saved)
-        if saved not in again:
-            again.update(enumerate(_gather(unpack(packed_local), index)))
-        return again.pop(saved)
+        if saved not in gathered_again:
+            gathered_again.update(enumerate(_gather(unpack(packed_local), index)))
+        return gathered_again.pop(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+    with torch.autograd.graph.saved_tensors_hooks(save, restore):
         yield gathered
 
 

@@ -198,7 +198,7 @@ class ModelShape:
     gemma4: Gemma4Shape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
-        """Return the fields by which resuming from a checkpoint checks that the model is the same.
+        """Return the fields that a resumed run compares with those of the checkpoint's model.
 
         Fields that older checkpoints lack are omitted if they have the values of older models.
         """
@@ -306,16 +306,20 @@ class ModelShape:
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Number of tokens up to which sequences have the same RoPE; None if all have the same."""
+        """Length in tokens up to which all sequences have the same RoPE frequencies.
+
+        None if sequences of every length have the same ones.
+        """
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence; only sequences with the same number may share keys.
+        """Return the number of the RoPE frequencies that a sequence of ``tokens`` tokens gets.
 
-        The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
-        and their length with dynamic NTK-aware scaling.
+        Only sequences with the same number may share keys. The number is 0 up to
+        ``one_rotation_until`` tokens. For longer sequences it is 1 with LongRoPE, and ``tokens``
+        with dynamic NTK-aware scaling.
 
         Raises:
             ConfigError: RoPE is not defined for such long sequences; see ``check_longer``.
@@ -413,8 +417,11 @@ class ModelShape:
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
 
+        Args:
+            tp, pp, ep: sizes of tensor, pipeline and expert parallelism.
+
         Raises:
-            ConfigError: the layout does not. The message says what a setting should divide.
+            ConfigError: a size does not divide what it splits, or the model does not support it.
         """
         key = "model.tensor_model_parallel_size"
         if self.linear_attention is not None:
@@ -454,7 +461,7 @@ class ModelShape:
             )
 
     def _has_layers_of(self, kind: str) -> bool:
-        """Tell if some layer has attention (ATTENTION), or an MLP without experts (MLP)."""
+        """Tell if at least one layer is of ``kind``: ATTENTION, or MLP (without experts)."""
         if self.hybrid_pattern is not None:
             return kind in self.hybrid_pattern
         return kind == ATTENTION or self.experts is None or self.moe_layer_freq is not None
@@ -472,13 +479,14 @@ class ModelShape:
         return layers + outside + sum(self.per_layer_embedding(self.vocab_size))
 
     def per_layer_embedding(self, rows: int) -> tuple[int, int]:
-        """Count the parameters outside the layers that give every layer an input of its own.
+        """Count the parameters that compute Gemma 4's per-layer inputs, outside the layers.
 
         Args:
-            rows: rows of the table of the layers' embeddings.
+            rows: rows of the table of per-layer embeddings.
 
         Returns:
-            The parameters that TP shards, and the replicated ones; 0 for models without.
+            The parameters that TP shards, and those that all ranks replicate; both are 0 for a
+            model without per-layer inputs.
         """
         if self.gemma4 is None:
             return 0, 0

@@ -129,8 +129,11 @@ class Gemma4Shape:
     def check_layers(self, are_global: Sequence[bool]) -> None:
         """Check that every layer without keys has an earlier layer with the same kind of window.
 
+        Args:
+            are_global: for each layer of the model whether it has no window.
+
         Raises:
-            CheckpointError: one has not.
+            CheckpointError: a layer without keys has no such earlier layer.
         """
         with_keys = are_global[: len(are_global) - self.shared_layers]
         if not with_keys or set(with_keys) != set(are_global):
@@ -143,8 +146,13 @@ class Gemma4Shape:
     def check_fits(self, tp: int, pp: int, are_global: Sequence[bool]) -> None:
         """Check that a layout splits what is particular to Gemma 4.
 
+        Args:
+            tp, pp: sizes of tensor and pipeline parallelism.
+            are_global: for each layer of the model whether it has no window.
+
         Raises:
-            ConfigError: it does not.
+            ConfigError: ``tp`` does not divide the global query groups or the per-layer channels,
+                or a layer reads what another pipeline stage has.
         """
         key = "model.tensor_model_parallel_size"
         if self.global_groups % tp != 0:
@@ -175,15 +183,15 @@ class Gemma4Shape:
                 )
 
     def layer_parameters(self, hidden_size: int) -> tuple[int, int]:
-        """Count the parameters of a layer's own input: those that TP shards, and replicated ones.
+        """Count a layer's parameters for its per-layer input: those that TP shards, and others.
 
-        The layer's scalar is not trained, so it is not a parameter.
+        The layer's scalar is not trained, so it does not count.
         """
         width = self.per_layer_width
         return (0, 0) if width is None else (2 * hidden_size * width, hidden_size)
 
     def outer_parameters(self, hidden_size: int, rows: int, num_layers: int) -> tuple[int, int]:
-        """Count the parameters outside the layers that compute the layers' own inputs.
+        """Count the parameters outside the layers that compute the per-layer inputs.
 
         Args:
             rows: rows of the embedding table.
@@ -259,7 +267,7 @@ def _check_experts(config: Mapping[str, Any]) -> None:
     """
     has_experts, has_norms = bool(config.get(EXPERT_COUNT)), bool(config.get(BRANCH_NORMS))
     is_gemma4 = config.get(GLOBAL_CHANNELS) is not None
-    if has_norms is not (has_experts and is_gemma4) and (has_norms or is_gemma4):
+    if has_norms != (has_experts and is_gemma4):
         raise CheckpointError(
             f"model_config.yaml: {BRANCH_NORMS}: got {shown(config.get(BRANCH_NORMS))} together "
             f"with {EXPERT_COUNT}={shown(config.get(EXPERT_COUNT))} and {GLOBAL_CHANNELS}="

@@ -11,8 +11,8 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 HYBRID_PATTERN = "hybrid_override_pattern"
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 MIXERS = (MAMBA, ATTENTION)
-# Other keys by which layers differ or whose layers have both a mixer and an MLP, with the values
-# that a hybrid model may have.
+# Other keys by which layers differ, or that need layers with both a mixer and an MLP; and the
+# values of them that a hybrid model may have.
 _OTHER_LAYERS: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -27,12 +27,15 @@ _OTHER_LAYERS: dict[str, tuple[Any, ...]] = {
 
 
 def read_hybrid_pattern(config: Mapping[str, Any]) -> str | None:
-    """Read the kinds of a hybrid model's layers, a letter for each; None for other models.
+    """Read the pattern of a hybrid model: for each layer MAMBA, ATTENTION, MLP or EXPERTS.
+
+    Returns:
+        A string with one letter for each layer; None if the model is not hybrid.
 
     Raises:
-        CheckpointError: the key does not name a known kind for each layer, disagrees with the
-            presence of experts, or is combined with settings of layers that have both a mixer and
-            an MLP.
+        CheckpointError: the pattern has another letter or length, has EXPERTS in a model without
+            experts or lacks them in a model with experts, or is combined with a setting that hybrid
+            models do not support.
     """
     pattern = config.get(HYBRID_PATTERN)
     if pattern is None:

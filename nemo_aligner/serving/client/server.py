@@ -270,7 +270,7 @@ class RemoteServer:
         try:
             return kserve.decode_contract(outputs), kserve.decode_fingerprint(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
-            raise ServingError(f"{self.url}: {error}") from error
+            raise ServingError(f"{self.url}: scoring contract: {short(error)}") from error
 
     async def _handshake(self) -> None:
         self.is_foreign = False

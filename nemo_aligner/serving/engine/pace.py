@@ -13,8 +13,8 @@ _FIRST_TOKENS = 1024
 # The limit of a call is never below this many tokens: smaller calls take about as long, because of
 # their fixed costs.
 _LEAST_TOKENS = 512
-# Shorter calls than this fraction of the time limit are not measured, unless the estimate already
-# limits the number of tokens.
+# While the estimate does not limit the tokens of a call, calls shorter than this fraction of the
+# time limit are not added to it, because they are far from too slow.
 _LONG = 1 / 16
 
 
@@ -38,8 +38,7 @@ class ModelPace:
     def needs(self, seconds: float) -> bool:
         """Tell whether to add a call of ``seconds`` to the estimate.
 
-        While the limit is only ``most_tokens``, short calls are not needed: they are far from too
-        slow.
+        While the limit is ``most_tokens``, calls shorter than ``_LONG * max_secs`` are not added.
         """
         is_limited = self.limit < self._most_tokens
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)

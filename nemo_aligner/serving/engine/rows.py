@@ -27,7 +27,11 @@ class Row:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reads: Sequence[int] | None = None) -> Row:
-        """Create a row from a list or array of token ids, and the positions to read, if any."""
+        """Create a row from a list or array of ``token_ids``.
+
+        ``reads`` are the positions at which the head computes rewards; None or empty means only the
+        last token.
+        """
         return cls(np.asarray(token_ids, dtype=np.int64), tuple(reads or ()))
 
     @property

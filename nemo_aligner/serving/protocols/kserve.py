@@ -77,7 +77,7 @@ from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
 from nemo_aligner.serving.protocols.strict_json import read_json
-from nemo_aligner.utils.errors import DataError, ServingError, shown
+from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ def decode_template_part(
         values = _decode_json(outputs[name])
         return None if values is None else from_dict(values)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
-        raise ServingError(f"{name}: {error}") from error
+        raise ServingError(f"{name}: {short(error)}") from error
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
@@ -274,7 +274,7 @@ def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
         counts = _decode_json(outputs["statistics"])
         return {name: float(value) for name, value in counts.items() if _is_number(value)}
     except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise ServingError(f"statistics: {error}") from error
+        raise ServingError(f"statistics: {short(error)}") from error
 
 
 def _json_output(value: Any) -> np.ndarray:

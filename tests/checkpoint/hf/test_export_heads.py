@@ -401,6 +401,8 @@ def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
         (bpe, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
         (bpe, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),
         (bpe, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
+        (bpe, {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}}, "pre_tokenizer: got"),
+        (bpe, {"pre_tokenizer": None}, "pre_tokenizer: got None, wanted that of GPT-2"),
     ):
         with pytest.raises(AlignerError) as caught:
             gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": of_bytes, **settings})

@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
@@ -204,7 +205,10 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
             rf"\.metadata.*{name}",
         )
     yield lambda metadata: delattr(metadata, "state_dict_metadata"), r"\.metadata"
-    yield lambda metadata: setattr(metadata, "storage_data", {}), r"\.metadata"
+    yield (
+        lambda metadata: setattr(metadata, "storage_data", {}),
+        r"\.metadata: model\.\S+: the index does not say in which file the shard at \(0, ",
+    )
     yield lambda metadata: setattr(metadata, "storage_data", [1]), r"\.metadata"
     yield lambda metadata: metadata.state_dict_metadata.clear(), "tensors are missing"
     yield set_dtype(much), "got list, wanted a dtype"
@@ -220,8 +224,27 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     yield resize(7), r"model\.embedding: .*do not cover its shape"
 
 
+def wrong_shards() -> Iterator[tuple[Callable[[Any], object], str]]:
+    def cut(metadata: Any, size: tuple[int, ...], rows: int, starts: tuple[int, ...]) -> None:
+        """Make a shard of ``rows`` rows at each of ``starts``."""
+        entry, info = metadata.state_dict_metadata[EMBEDDING], first_info(metadata)
+        entry.size = torch.Size(size)
+        entry.chunks.clear()
+        for row in starts:
+            offsets, sizes = torch.Size([row, *[0] * (len(size) - 1)]), [rows, *size[1:]]
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(sizes)))
+            metadata.storage_data[MetadataIndex(EMBEDDING, offsets)] = info
+
+    # These overlap, but have as many elements as the tensor, whose last rows they lack.
+    yield lambda m: cut(m, (6, 4), 2, (0, 1, 2)), r"model\.embedding: its shards overlap or do not"
+    yield (
+        lambda m: cut(m, (6, 4, *[1] * 38), 6, (0,)),
+        r"model\.embedding: got a shape of 40 axes, wanted at most 8",
+    )
+
+
 def test_index_that_is_wrong_is_refused(saved: Path) -> None:
-    changes = (*damages_of_the_index(), *wrong_numbers())
+    changes = (*damages_of_the_index(), *wrong_numbers(), *wrong_shards())
     check_damages(
         saved, ((index_edit(change), pattern) for change, pattern in changes), check_and_load
     )

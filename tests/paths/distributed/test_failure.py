@@ -25,6 +25,7 @@ SCRIPT = "tests/distributed/failing.py"
         # A bug takes one screen: what happened, and where the traceback is.
         ("1", "bug", 1, r"rank 1: unexpected ZeroDivisionError: a bug\n  in .*\n"),
         ("1", "exit", 3, ""),
+        ("1", "exit in thread", 3, ""),
     ],
     ids=lambda value: "" if isinstance(value, int) or ":" in value else None,
 )

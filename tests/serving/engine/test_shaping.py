@@ -161,9 +161,10 @@ def test_shaping_statistics_go_on_after_a_restart(
     assert shape(again, RAW * 3).rewards.tolist() == shape(whole, RAW * 3).rewards.tolist()
     with pytest.raises(ConfigError, match="statistics of other models"):
         shaper(TWO, **rules)
-    file.write_text("{")
-    with pytest.raises(ConfigError, match=r"statistics_file: .*seen.json"):
-        shaper(**rules)
+    for content, reason in (("{", "Expecting"), ('{"count": 3}', "the key 'contracts' is missing")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=rf"statistics_file: .*seen.json: .*{reason}"):
+            shaper(**rules)
 
 
 BOTH = np.array([[1.0, 3.0], [2.0, -2.0]], dtype=np.float32)

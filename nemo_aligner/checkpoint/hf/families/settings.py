@@ -167,7 +167,7 @@ class HfSettings:
         return self.count("num_hidden_layers", limit=_MAX_LAYERS)
 
     def window(self, missing: int | None = 4096) -> int | None:
-        """Read ``sliding_window``: None if it is null, and ``missing`` if the key is missing."""
+        """Read ``sliding_window``, in tokens: None if it is null; ``missing`` without the key."""
         is_null = self.config.get("sliding_window", missing) is None
         return None if is_null else self.count("sliding_window", missing)
 
@@ -215,9 +215,13 @@ def rope_to_nemo(
     """Translate ``rope_parameters`` (transformers 5), or the older keys, to NeMo's keys.
 
     Args:
-        rotated: see ``decoder_to_nemo``.
+        rotated: default fraction of a head's channels with RoPE; None if the family always rotates
+            all of them.
         base: default base of RoPE.
         kinds: kinds of RoPE scaling that the family supports.
+
+    Raises:
+        CheckpointError: a value has the wrong type, is out of range, or is not supported.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
