@@ -67,7 +67,7 @@ class FakeScorer:
 
     def encode(self, text: str | list[dict[str, str]]) -> EncodedText:
         if text == "explode":
-            raise KeyError("a bug in the tokenizer")
+            raise TypeError("a bug in the tokenizer")
         whole = text if isinstance(text, str) else "".join(turn["content"] for turn in text)
         ids = [ord(letter) for letter in whole]
         if not ids:

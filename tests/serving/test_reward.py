@@ -113,7 +113,7 @@ def test_service_gives_every_request_its_own_answer(service: Service) -> None:
     assert answers[1] == bad("row 1: the text is empty")
     assert rewards(answers[2]) == [6, 4]
     assert answers[3] == bad("row 0: got 65 tokens, wanted at most 64")
-    assert answers[4] == internal("internal error: KeyError: 'a bug in the tokenizer'")
+    assert answers[4] == internal("internal error: TypeError: a bug in the tokenizer")
     assert answers[5] == internal("the model failed: token 666 cannot be scored")
     whole = answers[6]
     assert isinstance(whole, ScoredRows)
