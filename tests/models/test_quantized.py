@@ -95,6 +95,22 @@ def test_a_quantized_weight_is_near_and_is_packed_again_without_change(
             assert pack(weight, precision, splits_inputs=splits_inputs) is None
 
 
+def test_nf4_of_bitsandbytes_is_quantized_again_to_the_same_codes() -> None:
+    """Only the scales change, because they are quantized again, in other groups."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = drawn(300, 1024, dtype)
+        largest = weight.view(300, -1, 64).abs().amax(-1).float()
+        published = Nf4Weight(Nf4Weight.pack(weight).tensors()[0], largest, dtype)
+        values = published.dequantize()
+        for splits_inputs in (False, True):
+            again = quantize(values, NF4, splits_inputs=splits_inputs)
+            assert torch.equal(again.tensors()[0], published.tensors()[0])
+            difference = (again.dequantize().float() - values.float()).norm()
+            assert 0 < difference < 0.004 * values.float().norm()
+            scales = again.dequantize().float().view(300, -1, 64).abs().amax(-1)
+            assert ((scales - largest).abs() <= 0.01 * largest).all()
+
+
 @pytest.mark.parametrize("splits_inputs", [False, True])
 def test_nf4_of_a_part_is_a_part_of_nf4(splits_inputs: bool) -> None:
     weight = drawn(96, 512)
