@@ -236,8 +236,16 @@ def test_models_that_cannot_be_quantized_are_rejected_by_name() -> None:
     shape = replace(ModelShape.from_config({**CONFIG, "ffn_hidden_size": 192}), lora=LORA)
     check_quantizable(shape, 1)
     check_quantizable(replace(shape, lora=None), 4)
-    with pytest.raises(ConfigError, match=r"nf4 for a heads' width on one of 2 .* of 32, wanted"):
-        check_quantizable(shape, 2)
+    for tp, width, message in (
+        (
+            2,
+            192,
+            r"nf4 for a width of the heads on one of 2 .* of 32, .*fp8, or fewer tensor parallel",
+        ),
+        (1, 160, r"nf4 for a width of the MLP of 160, .* Use int8 or fp8$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_quantizable(replace(shape, ffn_hidden_size=width), tp)
     check_quantizable(replace(shape, lora=replace(LORA, base_precision=BasePrecision.fp8)), 2)
     experts = ModelShape.from_config({**CONFIG, **EXPERTS})
     with pytest.raises(ConfigError, match="nf4 for a model with experts, which is not supported"):
