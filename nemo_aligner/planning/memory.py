@@ -466,8 +466,10 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     else:
         gradient = _weight_gradient(shape, plan, layer)
         weights = tokens * (h - f) + wide * gradient
-        # The fused kernel of SwiGLU allocates no scratch memory.
-        scratch = not (plan.fused_kernels and shape.activation == "swiglu")
+        # The fused kernel of SwiGLU allocates no scratch memory, and torch's square twice as much.
+        scratch = 2 if shape.activation == "squared-relu" else 1
+        if plan.fused_kernels and shape.activation == "swiglu":
+            scratch = 0
         needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
         # Recomputation allocates the activations that the layer did not keep, and its output.

@@ -375,7 +375,17 @@ WIDE = {"hidden_size": 256, "ffn_hidden_size": 704, "kv_channels": 64}
 OF_LONG["full on nf4"] = {**FAMILIES["lora_on_nf4"], **WIDE}
 FEW_TOKENS = {"full on nf4": {"recompute": "full", "sequence_length": 16}}
 # A step of these has to be within 3% of the plan, one of the others within 10%.
-NEAR = ("nf4", "expert", "gpt-oss", "gemma 4", "window", "latent", "linear attention", "hybrid")
+NEAR = (
+    "nf4",
+    "ungated",
+    "expert",
+    "gpt-oss",
+    "gemma 4",
+    "window",
+    "latent",
+    "linear attention",
+    "hybrid",
+)
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},
