@@ -31,7 +31,7 @@ from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, NF4_GROUP
 
 # The values of NormalFloat 4 (QLoRA, appendix E): quantiles of N(0, 1), scaled to [-1, 1].
-_NF4 = (
+NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
@@ -230,7 +230,7 @@ def _by_blocks(weight: Tensor) -> Tensor:
 
 def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
     """Return ``[out, in / 2]`` uint8: the nearest of NF4's values, the first of a pair in front."""
-    table = torch.tensor(_NF4, device=weight.device)
+    table = torch.tensor(NF4_VALUES, device=weight.device)
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.empty(weight.size(0), weight.size(1) // 2, dtype=torch.uint8, device=table.device)
     for chunk in _row_chunks(*weight.shape):
@@ -248,7 +248,7 @@ def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
     """Return ``[256, 2]`` fp32: the two values that each byte stands for."""
-    table = torch.tensor(_NF4, device=device)
+    table = torch.tensor(NF4_VALUES, device=device)
     return torch.cartesian_prod(table, table)
 
 

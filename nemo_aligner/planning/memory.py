@@ -45,7 +45,7 @@ from nemo_aligner.planning.gemma4 import (
     kept_outside_mixer,
     layer_input_bytes,
 )
-from nemo_aligner.planning.quantized import dequantized_bytes, saved_by_quantization
+from nemo_aligner.planning.quantized import base_precision, matmul_bytes, saved_by_quantization
 
 GIB = 2**30
 
@@ -466,15 +466,21 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     else:
         gradient = _weight_gradient(shape, plan, layer)
         weights = tokens * (h - f) + wide * gradient
-        # The fused kernel of SwiGLU allocates no scratch memory.
-        scratch = not (plan.fused_kernels and shape.activation == "swiglu")
+        # The fused kernel of SwiGLU allocates no scratch memory, and torch's square twice as much.
+        scratch = 2 if shape.activation == "squared-relu" else 1
+        if plan.fused_kernels and shape.activation == "swiglu":
+            scratch = 0
         needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
         # Recomputation allocates the activations that the layer did not keep, and its output.
         state += _unrecomputed_layer_bytes(shape, plan, layer)
-    dequantized = dequantized_bytes(shape, plan)
-    # A dequantized weight exists next to the gradients of the second projection's input and output.
-    at_matmul = (tokens * (f + h) * size + dequantized) if dequantized else 0.0
+    at_matmul = 0.0
+    if base_precision(shape) is not None:
+        # A dequantized weight exists next to the gradient of its layer's output.
+        freed = keeps_input(shape, plan, layer, "linear_fc2") * f
+        first = matmul_bytes(shape, plan, "linear_fc1", tokens * h * size) - tokens * freed * size
+        second = matmul_bytes(shape, plan, "linear_fc2", tokens * f * size) + tokens * h * size
+        at_matmul = max(first, second)
     return max(needed * size, at_matmul) + tokens * state
 
 
@@ -523,7 +529,8 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
 
     It is the maximum over two moments, plus the activations that are recomputed:
 
-    - The first projection of the MLP computes few tokens, but has a full gradient of its weight.
+    - The first projection of the MLP computes few tokens, but has a full gradient of its weight,
+      or dequantizes the weight.
     - ``_in_attention_layer``
     """
     last, size = shape.num_layers - 1, ELEMENT_BYTES[plan.precision]
@@ -534,6 +541,8 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
         return attention
     num_weights = 2 if shape.is_gated else 1
     mlp = num_weights * size * _weight_gradient(of_layer, plan, last)
+    if base_precision(shape) is not None:
+        mlp = matmul_bytes(shape, plan, "linear_fc1", 0.0)
     recomputed = 0.0
     if is_recomputed(of_layer, plan, last):
         recomputed = _unrecomputed_layer_bytes(of_layer, plan, last) - _state(of_layer, plan)

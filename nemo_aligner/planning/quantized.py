@@ -13,21 +13,22 @@ from nemo_aligner.planning.cost import Plan, mixer_widths, stage_layers, widths
 _CHUNK_BYTES = {BasePrecision.nf4: 6, BasePrecision.int8: 4, BasePrecision.fp8: 4}
 
 
-def _base_precision(shape: ModelShape) -> BasePrecision | None:
+def base_precision(shape: ModelShape) -> BasePrecision | None:
+    """Return how the frozen linear layers are quantized; None if they are not."""
     return None if shape.lora is None else shape.lora.base_precision
 
 
-def _linears(shape: ModelShape, plan: Plan) -> list[tuple[int, int, bool]]:
-    """List outputs and inputs of a layer's linear layers on one rank, and if TP splits inputs."""
+def _linears(shape: ModelShape, plan: Plan) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs and inputs of a layer's linear layers on one rank, and if TP splits inputs."""
     h, f, _, _ = widths(shape)
     outputs, inputs = mixer_widths(shape)
     f //= plan.tp
-    return [
-        (outputs // plan.tp, h, False),
-        (h, inputs // plan.tp, True),
-        ((2 if shape.is_gated else 1) * f, h, False),
-        (h, f, True),
-    ]
+    return {
+        "linear_qkv": (outputs // plan.tp, h, False),
+        "linear_proj": (h, inputs // plan.tp, True),
+        "linear_fc1": ((2 if shape.is_gated else 1) * f, h, False),
+        "linear_fc2": (h, f, True),
+    }
 
 
 def saved_by_quantization(shape: ModelShape, plan: Plan, stage: int) -> int:
@@ -35,22 +36,30 @@ def saved_by_quantization(shape: ModelShape, plan: Plan, stage: int) -> int:
 
     Embeddings, norms, biases, adapters and the head are not quantized.
     """
-    precision, size = _base_precision(shape), ELEMENT_BYTES[plan.precision]
+    precision, size = base_precision(shape), ELEMENT_BYTES[plan.precision]
     if precision is None:
         return 0
     saved = sum(
         outputs * inputs * size
         - quantized_bytes(outputs, inputs, precision, size, splits_inputs=splits_inputs)
-        for outputs, inputs, splits_inputs in _linears(shape, plan)
+        for outputs, inputs, splits_inputs in _linears(shape, plan).values()
     )
     return saved * len(stage_layers(shape, plan, stage))
 
 
-def dequantized_bytes(shape: ModelShape, plan: Plan) -> int:
-    """Count the bytes of the largest weight while it is dequantized for its matmul."""
-    precision = _base_precision(shape)
-    if precision is None:
-        return 0
-    largest = max(outputs * inputs for outputs, inputs, _ in _linears(shape, plan))
-    chunk = min(largest, CHUNK_ELEMENTS)
-    return ELEMENT_BYTES[plan.precision] * largest + _CHUNK_BYTES[precision] * chunk
+def matmul_bytes(shape: ModelShape, plan: Plan, linear: str, result: float) -> float:
+    """Count the bytes of a matmul with a quantized weight: the dequantized weight and ``result``.
+
+    The temporary tensors of the dequantization are freed before the matmul allocates its result.
+
+    Args:
+        shape: a model with a quantized base.
+        linear: name of the linear layer.
+        result: bytes of the matmul's result.
+    """
+    precision = base_precision(shape)
+    assert precision is not None
+    outputs, inputs, _ = _linears(shape, plan)[linear]
+    elements = outputs * inputs
+    temporary = _CHUNK_BYTES[precision] * min(elements, CHUNK_ELEMENTS)
+    return ELEMENT_BYTES[plan.precision] * elements + max(temporary, result)

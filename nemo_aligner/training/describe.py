@@ -70,7 +70,7 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
             "  rewards of longer samples may be unreliable; lower model.data.seq_length",
         ]
     if shape.lora is not None:
-        lines.append(f"trained: LoRA on {shape.lora}, and the head")
+        lines.append(f"trained: LoRA of {shape.lora}, and the head")
     if frozen:
         lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
     return "\n".join(lines)

@@ -157,12 +157,13 @@ def _keys_per_token(pack: PackedBatch) -> float:
 
 def _render_memory(memory: Memory, packs: Packs) -> str:
     """Describe the estimated memory of the rank that needs the most, by kind."""
+    unit, name = (GIB, "GiB") if memory.total >= GIB else (2**20, "MiB")
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
-    listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
-    host = f", and {memory.host / GIB:.2f} GiB of page-locked host memory" if memory.host else ""
+    listed = ", ".join(f"{part} {getattr(memory, part) / unit:.2f}" for part in parts)
+    host = f"{memory.host / unit:.2f} {name} of page-locked host memory; " if memory.host else ""
     return (
-        f"estimated memory of the fullest rank: {memory.total / GIB:.2f} GiB ({listed})"
-        f"{host}, with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
+        f"estimated memory of the fullest rank: {memory.total / unit:.2f} {name} ({listed})\n"
+        f"  {host}with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
         "and fragmentation need more in addition"
     )
 

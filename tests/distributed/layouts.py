@@ -38,7 +38,14 @@ RECOMPUTE = "model.activations_checkpoint_granularity=full"
 # A file in a custom format, whose fields are configured.
 NAMED = {"prompt": "question", "chosen": "good", "rejected": "bad"}
 OF_PAIRS = [known for known in FORMATS.values() if known.kind is RecordKind.comparison]
-OF_BLOCKS = {"hidden_size": 128, "intermediate_size": 256}
+# nf4 has blocks of 64 inputs: those of a rank at TP=4.
+OF_BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
@@ -159,6 +166,7 @@ LAYOUTS = {
     "one": (),
     "tp2": TP2,
     "tp2_sp": (*TP2, "model.sequence_parallel=true"),
+    "tp4": ("model.tensor_model_parallel_size=4",),
     "pp2": PP2,
     "dp2": (),
     "tp2_pp2": (*TP2, *PP2),

@@ -95,6 +95,22 @@ def test_a_quantized_weight_is_near_and_is_packed_again_without_change(
             assert pack(weight, precision, splits_inputs=splits_inputs) is None
 
 
+def test_nf4_of_bitsandbytes_is_quantized_again_to_the_same_codes() -> None:
+    """Only the scales change, because they are quantized again, in other groups."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = drawn(300, 1024, dtype)
+        largest = weight.view(300, -1, 64).abs().amax(-1).float()
+        published = Nf4Weight(Nf4Weight.pack(weight).tensors()[0], largest, dtype)
+        values = published.dequantize()
+        for splits_inputs in (False, True):
+            again = quantize(values, NF4, splits_inputs=splits_inputs)
+            assert torch.equal(again.tensors()[0], published.tensors()[0])
+            difference = (again.dequantize().float() - values.float()).norm()
+            assert 0 < difference < 0.004 * values.float().norm()
+            scales = again.dequantize().float().view(300, -1, 64).abs().amax(-1)
+            assert ((scales - largest).abs() <= 0.01 * largest).all()
+
+
 @pytest.mark.parametrize("splits_inputs", [False, True])
 def test_nf4_of_a_part_is_a_part_of_nf4(splits_inputs: bool) -> None:
     weight = drawn(96, 512)
@@ -220,8 +236,16 @@ def test_models_that_cannot_be_quantized_are_rejected_by_name() -> None:
     shape = replace(ModelShape.from_config({**CONFIG, "ffn_hidden_size": 192}), lora=LORA)
     check_quantizable(shape, 1)
     check_quantizable(replace(shape, lora=None), 4)
-    with pytest.raises(ConfigError, match=r"nf4 for a heads' width on one of 2 .* of 32, wanted"):
-        check_quantizable(shape, 2)
+    for tp, width, message in (
+        (
+            2,
+            192,
+            r"nf4 for a width of the heads on one of 2 .* of 32, .*fp8, or fewer tensor parallel",
+        ),
+        (1, 160, r"nf4 for a width of the MLP of 160, .* Use int8 or fp8$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_quantizable(replace(shape, ffn_hidden_size=width), tp)
     check_quantizable(replace(shape, lora=replace(LORA, base_precision=BasePrecision.fp8)), 2)
     experts = ModelShape.from_config({**CONFIG, **EXPERTS})
     with pytest.raises(ConfigError, match="nf4 for a model with experts, which is not supported"):

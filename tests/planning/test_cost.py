@@ -370,8 +370,22 @@ OF_LONG = {"long linear attention": FAMILIES["linear attention"], "long hybrid":
 OF_LONG |= {"uneven hybrid": MAMBA}
 OF_SELECTIVE = {f"selective {name}": FAMILIES[name] for name in FAMILIES if "gemma 4" in name}
 SELECTIVE = {name: {"recompute": "selective"} for name in OF_SELECTIVE}
+# Weights of more bytes than a pack's activations, which are dequantized one after the other.
+WIDE = {"hidden_size": 256, "ffn_hidden_size": 704, "kv_channels": 64}
+OF_LONG["full on nf4"] = {**FAMILIES["lora_on_nf4"], **WIDE}
+FEW_TOKENS = {"full on nf4": {"recompute": "full", "sequence_length": 16}}
 # A step of these has to be within 3% of the plan, one of the others within 10%.
-NEAR = ("expert", "gpt-oss", "gemma 4", "window", "latent", "linear attention", "hybrid")
+NEAR = (
+    "nf4",
+    "ungated",
+    "expert",
+    "gpt-oss",
+    "gemma 4",
+    "window",
+    "latent",
+    "linear attention",
+    "hybrid",
+)
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},
@@ -387,7 +401,9 @@ TWO = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
     models = {"EP": EXPERTS} if ranks == 2 else {**FAMILIES, **OF_LONG, **OF_SELECTIVE}
-    names = list(TWO) if ranks == 2 else [*ALONE, *FAMILIES, *LONG, *UNEVEN, *SELECTIVE]
+    names = (
+        list(TWO) if ranks == 2 else [*ALONE, *FAMILIES, *LONG, *UNEVEN, *SELECTIVE, *FEW_TOKENS]
+    )
     jobs = [
         {
             **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "cp": 1, "pp": 1, "dp": 1},
@@ -395,7 +411,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
             **{"steps": 0, "save": False, "cpu_offload": False},
-            **{**ALONE, **TWO, **LONG, **UNEVEN, **SELECTIVE}.get(name, {}),
+            **{**ALONE, **TWO, **LONG, **UNEVEN, **SELECTIVE, **FEW_TOKENS}.get(name, {}),
         }
         for name in names
     ]

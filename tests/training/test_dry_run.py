@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
         "model: 0.2M parameters, 4 layers of 64, a new head, fp32, TP=2 PP=1 DP=2",
         "run: 9 steps of 8 records",
         "best checkpoint by: validation-more/accuracy",
-        "estimated memory of the fullest rank: 0.00 GiB (weights 0.00, ",
+        "estimated memory of the fullest rank: 2.39 MiB (weights 0.35, ",
         "begins: a new run, at step 1",
         "The run can begin, on 4 processes. This dry run read no weights and wrote nothing.",
     ):
@@ -162,6 +163,15 @@ def test_run_from_a_reward_model_keeps_its_length_unless_it_is_set(
     assert line in check_run(load_config(TrainConfig, arguments), 1)
     with pytest.raises(ConfigError, match=r"set model\.data\.seq_length=99\. Or set pretrained"):
         check_run(load_config(TrainConfig, [*arguments, "model.data.seq_length=98"]), 1)
+
+
+def test_a_quantized_base_is_named_and_its_weights_are_counted(folder: Path) -> None:
+    lora = ["model.lora.rank=2", "model.lora.targets=[linear_qkv]"]
+    quantized = check(folder, *lora, "model.lora.base_precision=int8")
+    assert "trained: LoRA of rank 2, alpha 32, on linear_qkv, on a base in int8" in quantized
+    pattern = re.compile(r"fullest rank: [\d.]+ MiB \(weights ([\d.]+), ")
+    small, large = (pattern.findall(output) for output in (quantized, check(folder, *lora)))
+    assert float(small[0]) < 0.5 * float(large[0])
 
 
 def test_learning_rate_goes_by_the_models_width_unless_it_is_given(

@@ -31,7 +31,6 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf import block_fp8, mxfp4
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
@@ -41,6 +40,7 @@ from nemo_aligner.checkpoint.hf.multimodal import (
     describe_dropped_parts,
     is_multimodal,
 )
+from nemo_aligner.checkpoint.hf.quantized.methods import read_format, with_dequantized
 from nemo_aligner.checkpoint.hf.tensor_names import without_wrappers
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
@@ -91,8 +91,8 @@ def open_source(source: str | Path) -> Source:
     A source like ``org/name`` is first looked for as a folder, then on the hub.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, is incomplete or damaged, has pickled or
-            quantised weights, or the hub cannot be reached.
+        CheckpointError: the checkpoint does not exist, is incomplete or damaged, has pickled
+            weights or an unsupported quantization, or the hub cannot be reached.
     """
     path = Path(source)
     if path.suffix.lower() == ".gguf":
@@ -156,30 +156,16 @@ def _open_folder(folder: Path) -> Source:
             "checkpoint folder or a .gguf file"
         )
     config = read_json(folder / "config.json")
-    quantization = config.pop("quantization_config", None)
-    # A model that transformers loaded from a GGUF file and saved unquantized keeps
-    # quant_method=gguf, which is accepted.
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    is_mxfp4 = method == mxfp4.METHOD and config.get("model_type") == "gpt_oss"
-    block = block_fp8.read_block(quantization)
-    is_supported = method == "gguf" or is_mxfp4 or block is not None
-    if quantization is not None and not is_supported:
-        raise CheckpointError(
-            f"quantization_config: got {shown(quantization)}; quantized weights are not supported. "
-            "Use the checkpoint in the precision in which it was trained"
-        )
+    quantized = read_format(config)
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
     weights = _find_weights(folder, config)
-    dtypes = _DTYPES if block is None else {**_DTYPES, **block_fp8.DTYPES}
-    if is_mxfp4:
-        dtypes = {**_DTYPES, "U8": torch.uint8}
-    tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
-    if block is not None:
-        tensors, count = block_fp8.with_dequantized(tensors, block)
-        wrapper_notes = [*wrapper_notes, f"dequantised: {count} tensors of fp8, to bf16"]
-    if is_mxfp4:
-        tensors = mxfp4.with_dequantized(tensors)
+    dtypes = _DTYPES if quantized is None else {**_DTYPES, **quantized.dtypes}
+    tensors, notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
+    if quantized is not None:
+        tensors, note = with_dequantized(tensors, quantized, config)
+        notes = [*notes, note]
+    config.pop("quantization_config", None)
     if (folder / HEAD_NAME).is_file():
         tensors |= _read_headers(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
@@ -197,7 +183,7 @@ def _open_folder(folder: Path) -> Source:
         # fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
-        notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
+        notes=(*_describe_unread_weights(folder, weights), *notes),
     )
     return _extract_decoder(source) if is_multimodal(config) else source
 
@@ -335,7 +321,8 @@ def _read_headers(path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> di
                 if kind not in dtypes:
                     raise CheckpointError(
                         f"{path}: tensor {short(name)}: got the dtype {kind}, wanted one of "
-                        f"{', '.join(dtypes)}; quantized weights are not supported"
+                        f"{', '.join(dtypes)}; quantized weights need a supported "
+                        "quantization_config in config.json"
                     )
                 tensors[name] = LazyTensor(
                     tuple(header.get_shape()),

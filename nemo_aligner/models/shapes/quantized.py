@@ -60,14 +60,15 @@ def check_quantizable(shape: ModelShape, tp: int) -> None:
                 "Set it to null"
             )
     attended = shape.num_attention_heads * shape.kv_channels
+    ranks = f" on one of {tp} tensor parallel ranks" if tp > 1 else ""
     widths = {
-        "hidden size": shape.hidden_size,
-        f"heads' width on one of {tp} tensor parallel ranks": attended // tp,
-        f"MLP width on one of {tp} tensor parallel ranks": shape.ffn_hidden_size // tp,
+        "hidden size": (shape.hidden_size, False),
+        f"width of the heads{ranks}": (attended // tp, tp > 1),
+        f"width of the MLP{ranks}": (shape.ffn_hidden_size // tp, tp > 1),
     }
-    for name, width in widths.items():
+    for name, (width, is_split) in widths.items():
         if precision is BasePrecision.nf4 and width % NF4_BLOCK:
             raise ConfigError(
                 f"{_KEY}: got nf4 for a {name} of {width}, wanted a multiple of {NF4_BLOCK}, "
-                "nf4's block. Use int8 or fp8, or fewer tensor parallel ranks"
+                f"nf4's block. Use int8 or fp8{', or fewer tensor parallel ranks' * is_split}"
             )

@@ -150,6 +150,7 @@ def test_layout_of_four_ranks_trains_like_one_process(
     train.
     """
     at = {
+        "tp4": ("nf4",),
         "tp2_pp2": ("ranking",),
         "tp2_sp_pp2": ("trajectories",),
         "pp2_dp2": ("frozen",),

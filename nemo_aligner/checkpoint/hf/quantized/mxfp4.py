@@ -7,12 +7,12 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.quantized.stored import Options, QuantizedFormat, Tensors
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.utils.errors import CheckpointError, short
 
@@ -39,32 +39,33 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return (_VALUES[codes.int()] * factors.unsqueeze(-1)).flatten(1).to(torch.bfloat16)
 
 
-def with_dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Replace the two stored tensors of each MXFP4 weight by one lazy tensor in bf16.
+def read_format(options: Options, dtype: torch.dtype | None) -> QuantizedFormat:
+    """Return the format, which has no options; the weights become bf16, whatever ``dtype`` is."""
+    return QuantizedFormat("mxfp4", {"U8": torch.uint8}, _dequantize)
+
+
+def _dequantize(tensors: Tensors) -> list[str]:
+    """Replace the two stored tensors of each weight by one.
 
     ``NAME_blocks [E, out, in / 32, 16]`` and ``NAME_scales [E, out, in / 32]`` become ``NAME [E,
     in, out]``, the layout of gpt-oss in transformers. To save memory, one expert after the other is
     converted.
-
-    Raises:
-        CheckpointError: one of a weight's two tensors is missing, or they do not fit each other.
     """
-    plain = dict(tensors)
-    for name in [name for name in tensors if name.endswith(_BLOCKS)]:
-        weight = name.removesuffix(_BLOCKS)
-        blocks, scales = plain.pop(name), plain.pop(weight + _SCALES, None)
+    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    for name in names:
+        blocks, scales = tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES, None)
         if scales is None or blocks.shape != (*scales.shape, _BYTES_OF_BLOCK):
             actual = "none" if scales is None else f"shape {list(scales.shape)}"
             raise CheckpointError(
-                f"tensor {short(weight + _SCALES)}: got {actual}, but {short(name)} has shape "
-                f"{list(blocks.shape)}. Download the checkpoint again"
+                f"tensor {short(name + _SCALES)}: got {actual}, but {short(name + _BLOCKS)} has "
+                f"shape {list(blocks.shape)}. Download the checkpoint again"
             )
         count, rows, groups, _ = blocks.shape
         size = (count, groups * 2 * _BYTES_OF_BLOCK, rows)
-        plain[weight] = LazyTensor(
+        tensors[name] = LazyTensor(
             size, torch.bfloat16, partial(_read_dequantized, blocks, scales, size)
         )
-    return plain
+    return names
 
 
 def _read_dequantized(blocks: LazyTensor, scales: LazyTensor, size: tuple[int, ...]) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_aligner.checkpoint.hf.block_fp8 import dequantize
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.quantized.block_fp8 import dequantize
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import edit
@@ -86,7 +86,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\]"),
     ({"weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt='e5m2'"),
     ({"weight_block_size": [128, 128]}, "wanted a matrix with a scale for each block of 128 x 128"),
-    ({"quant_method": "awq"}, "quantized weights are not supported"),
+    ({"quant_method": "hqq"}, "supported with the quant_method bitsandbytes, gptq, awq"),
 ]
 
 

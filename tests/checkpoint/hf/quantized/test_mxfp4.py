@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from nemo_aligner.checkpoint.hf.mxfp4 import dequantize
+from nemo_aligner.checkpoint.hf.quantized.mxfp4 import dequantize
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import edit, edit_tensors
