@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install missing dependencies, check lint, types and imports, and run the tests, a worker per core:
+# Install missing dependencies, check lint, types and imports, and run the tests, in a worker more than cores:
 #   bash scripts/run_tests.sh                          the quick tier: tests of up to 3 s
 #   bash scripts/run_tests.sh --all                    all tests, as CI does
 #   bash scripts/run_tests.sh tests/serving -k client  some tests; arguments go to pytest
@@ -32,8 +32,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM=false
 # xdist's own counts ignore hyperthreads, or include cores that this process may not use.
 cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)))')"
+# One worker more than cores: tests of servers and timers mostly wait.
 status=0
-python -m pytest -n "$cores" --durations=10 "${tier[@]}" "$@" || status=$?
+python -m pytest -n "$((cores + 1))" --durations=10 "${tier[@]}" "$@" || status=$?
 took "lint, types and imports" "$checked"
 took "pytest${*:+ $*}" "$((SECONDS - checked))"
 exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.harness.tiny import ROOT
@@ -45,12 +46,12 @@ VAGUE_FUNCTIONS = {
 MAX_VAGUE_FUNCTIONS = 35
 # Test files outside tests/paths and tests/harness that are not named for a module.
 MAX_TESTS_WITHOUT_MODULE = 25
-TREES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
+PATHS = [
+    path
     for folder in ("nemo_aligner", "examples", "scripts", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
-}
-FILES = [path for path in TREES if PACKAGE in path.parents]
+]
+FILES = [path for path in PATHS if PACKAGE in path.parents]
 # Benchmarks and examples/rl may import these: they compare with other packages or train a policy.
 OTHERS = {"transformers", "aiohttp", "trl", "datasets"}
 # Scripts, benchmarks and examples use these only through the package.
@@ -61,13 +62,19 @@ INNER = {
 }  # fmt: skip
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Parse a file, once and only in the worker that runs these tests."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
 def imports(path: Path) -> Iterator[str]:
     """Dotted names of everything that a file imports, also inside functions."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +112,7 @@ def roots(path: Path) -> set[str]:
 
 def test_scripts_and_examples_reach_dependencies_through_the_package() -> None:
     forbidden = {}
-    for path in TREES.keys() - set(FILES):
+    for path in set(PATHS) - set(FILES):
         may_run_others = name_of(path).startswith(("benchmarks/", "examples/rl/"))
         if wrong := roots(path) & (INNER if may_run_others else INNER | OTHERS):
             forbidden[name_of(path)] = wrong
@@ -138,11 +145,11 @@ def test_objectives_and_metrics_know_no_ranks() -> None:
 
 def test_files_and_functions_are_short() -> None:
     too_long = []
-    for path, tree in TREES.items():
+    for path in PATHS:
         length = len(path.read_text(encoding="utf-8").splitlines())
         if length > MAX_FILE_LINES:
             too_long.append(f"{name_of(path)}: {length} lines")
-        for node in ast.walk(tree):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length >= MAX_FUNCTION_LINES:
@@ -156,7 +163,7 @@ def test_names_say_what_a_value_is() -> None:
     vague = [
         f"{name_of(path)}:{line}: {name}: write {VAGUE_NAMES[name.strip('_')]}"
         for path in FILES
-        for name, line in bound_names(TREES[path])
+        for name, line in bound_names(parse(path))
         if name.strip("_") in VAGUE_NAMES
     ]
     listed = "\n".join(vague)
@@ -168,7 +175,7 @@ def test_functions_are_named_by_a_verb_and_its_object() -> None:
     vague = [
         f"{name_of(path)}:{node.lineno}: {node.name}: write a verb and its object"
         for path in FILES
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
         and (node.name.strip("_") in VAGUE_FUNCTIONS or re.fullmatch(r"_?[a-z]+ed", node.name))
@@ -198,7 +205,7 @@ def test_class_hierarchies_are_flat() -> None:
     """
     parents: dict[str, set[str]] = {}
     for path in FILES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef) and path.name != "errors.py":
                 bases = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
                 bases -= {"FrontConfig", "Objective"}

@@ -33,6 +33,8 @@ ELSEWHERE = {
         "tests/paths/serving/test_triton_server.py"
     ),
     "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
+    # README.md checks the model that it trained.
+    "nemo-aligner check --checkpoint megatron_gpt.nemo": "tests/paths/distributed/test_check.py",
     "nemo-aligner import": "tests/checkpoint/test_importing.py",
     "python -m nemo_aligner.integrations.nemo_gym": "tests/integrations/test_page.py",
     "python benchmarks/": "tests/paths/test_benchmarks.py",
@@ -88,6 +90,7 @@ COLUMNS = 100  # from the log of a training
 # The base model has four layers; the pages describe SmolLM2, which has thirty.
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
+FEW_PAIRS = {"check": "4", "data demo": "200"}  # a later argument overrides the page's
 MODULE = re.compile(r"# (\w+\.py)\n")
 LAUNCHED = re.compile(r"torchrun --standalone --nproc-per-node (\d) (\w+\.py)")
 EXPORT = re.compile(r"export (\w+)=(.*)")
@@ -210,6 +213,8 @@ class Page:
             arguments += ["--url", f"http://127.0.0.1:{self._ports['5555']}"]
         elif verb == "probe":
             arguments += ["--steps", "10", "model.optim.lr=3e-3", *RUN]
+        elif verb in FEW_PAIRS:
+            arguments += ["--pairs", FEW_PAIRS[verb]]
         done = tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
         if verb == "train" and "--dry-run" not in arguments:
             lines = [line for line in done.stdout.splitlines() if ": in the cache as " not in line]

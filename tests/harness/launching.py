@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCAL_RANKS = str(ROOT / "tests/harness/local_ranks.py")
 HOST = "127.0.0.1"
 GRACE_SECS = 30  # torchrun gives the other ranks as long after one has failed
+ROOM = " " * 8192  # for the command and environment of a script in /proc
 Done = subprocess.CompletedProcess[str]
 
 # Environment variables that torchrun sets in the sixth of eight processes, the second of its node.
@@ -37,56 +38,98 @@ TORCHRUN = {
 }
 
 
+class Script:
+    """A running script in a fork, with the members of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, rank: PreparedRank, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._rank = rank
+
+    def fileno(self) -> int:
+        """File descriptor for select; it is readable once this or another script has ended."""
+        return self._rank.fileno()
+
+    def poll(self) -> int | None:
+        while self.returncode is None and self._rank.read_end(0):
+            pass
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if end is None else end - time.monotonic()
+            if not self._rank.read_end(left if left is None else max(0.0, left)):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class PreparedRank:
-    """A process that has imported the libraries and forks for each script, one at a time."""
+    """A process that has imported the libraries and forks for each script."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/harness/prepared_process.py")],
+            [sys.executable, str(ROOT / "tests/harness/prepared_process.py"), ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # buffered, select would not see a line that was read ahead
-            env=environment,
+            env={**environment, "ROOM": ROOM},
             cwd=ROOT,
         )
-        self._script = 0
+        self._scripts: dict[int, Script] = {}  # those that run, by process id
+        self._has_begun = True  # the script of the last job
 
     def fileno(self) -> int:
-        """File descriptor for select; it is readable once the script has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def send(self, job: dict[str, Any]) -> None:
         """Send a job; its script begins as soon as the libraries are imported."""
         assert self._process.stdin is not None
+        self._has_begun = False
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
 
-    def begun(self) -> None:
-        """Wait until the script of the last job has begun."""
-        self._script = self._read_answer()["pid"]
+    def begun(self) -> Script:
+        """Wait until the script of the last job has begun, and return it."""
+        while not self._has_begun:
+            self._read_answer()
+        return next(reversed(self._scripts.values()))
 
-    def returncode(self) -> int:
-        """Wait until the script has ended; return its exit code."""
-        return self._read_answer()["returncode"]
-
-    def stop(self, order: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
-            os.kill(self._script, order)
+    def read_end(self, timeout: float | None) -> bool:
+        """Wait up to ``timeout`` seconds until a script has ended; return whether one has."""
+        is_readable = bool(select.select([self], [], [], timeout)[0])
+        if is_readable:
+            self._read_answer()
+        return is_readable
 
     def end(self) -> None:
-        """End the process and a script that is still running."""
+        """End the process and the scripts that are still running."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
-    def _read_answer(self) -> dict[str, int]:
+    def _read_answer(self) -> None:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"a prepared process has ended: {self._process.wait()}")
-        return json.loads(line)
+        answer = json.loads(line)
+        pid, code = answer["pid"], answer.get("returncode")
+        if code is None:
+            self._has_begun = True
+            self._scripts[pid] = Script(self, pid)
+        else:
+            self._scripts.pop(pid).returncode = code
 
 
 class Prepared:
@@ -109,6 +152,23 @@ class Prepared:
             self._environment = _read_by_libraries(environment)
         return self.is_used and _read_by_libraries(environment) == self._environment
 
+    def start(
+        self, command: list[str], environments: list[dict[str, str]], folder: Path, **files: str
+    ) -> list[Script]:
+        """Start a command on a rank for each environment; ``files``: stdout and stderr."""
+        assert self._environment is not None
+        while len(self._ranks) < len(environments):
+            self._ranks.append(PreparedRank(self._environment))
+        ranks = self._ranks[: len(environments)]
+        job = {"command": command, "folder": str(folder), **files}
+        try:
+            for rank, environment in zip(ranks, environments, strict=True):
+                rank.send({**job, "environment": environment})
+            return [rank.begun() for rank in ranks]
+        except BaseException:
+            self.end()
+            raise
+
     def run(
         self,
         command: list[str],
@@ -118,24 +178,15 @@ class Prepared:
         folder: Path,
     ) -> Done:
         """Run a command like ``subprocess.run`` with python or torchrun, with the same errors."""
-        assert self._environment is not None
-        while len(self._ranks) < processes:
-            self._ranks.append(PreparedRank(self._environment))
-        ranks = self._ranks[:processes]
         with tempfile.TemporaryDirectory() as temporary:
             files = {name: f"{temporary}/{name}" for name in ("stdout", "stderr")}
-            job = {"command": command, "folder": str(folder), **files}
+            scripts = self.start(command, _environments(environment, processes), folder, **files)
             try:
-                for rank, rank_variables in zip(
-                    ranks, _environments(environment, processes), strict=True
-                ):
-                    rank.send({**job, "environment": rank_variables})
-                for rank in ranks:
-                    rank.begun()
-                codes, is_late = _wait(ranks, timeout)
-            except BaseException:
-                self.end()
-                raise
+                is_late = _wait(scripts, timeout)
+            finally:
+                for script in scripts:
+                    script.kill()
+                codes = [script.wait() for script in scripts]
             outputs = [Path(file).read_text() for file in files.values()]
         if is_late:
             raise subprocess.TimeoutExpired(command, timeout, *outputs)
@@ -179,6 +230,36 @@ def launch_script(
             env=environment,
             cwd=folder,
         )
+
+
+def start_script(
+    command: list[str],
+    environment: dict[str, str],
+    ranks: Sequence[dict[str, str]],
+    output: Path,
+    folder: Path = ROOT,
+    python: str | None = None,
+) -> list[Script] | list[subprocess.Popen[bytes]]:
+    """Start a script and return its processes: one for each of ``ranks``, which are variables.
+
+    What they print is appended to the file ``output``. With ``python``, that starts them, as a user
+    would.
+    """
+    environments = [{**environment, **of_rank} for of_rank in ranks]
+    if python is None and PREPARED.fits(environment):
+        files = {"stdout": str(output), "stderr": str(output)}
+        return PREPARED.start(command, environments, folder, **files)
+    with output.open("ab") as file:
+        return [
+            subprocess.Popen(
+                [python or sys.executable, *command],
+                stdout=file,
+                stderr=file,
+                cwd=folder,
+                env=of_rank,
+            )
+            for of_rank in environments
+        ]
 
 
 def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Done:
@@ -232,41 +313,31 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: list[PreparedRank], timeout: float) -> tuple[list[int], bool]:
-    """Wait for all ranks; return their exit codes, and whether they took too long.
+def _wait(scripts: list[Script], timeout: float) -> bool:
+    """Wait for all ranks; return whether they took too long.
 
     If one fails, the others are stopped, as torchrun does.
     """
-    running, codes = list(ranks), list[int]()
     end = time.monotonic() + timeout
-    while running and not any(codes) and (ended := _wait_for_ended(running, end)):
-        codes += ended
-    is_late = bool(running) and not any(codes)
-    if not is_late:
-        _stop(running, signal.SIGTERM)
+    while not any(script.returncode for script in scripts) and _wait_for_an_end(scripts, end):
+        pass
+    has_failed = any(script.returncode for script in scripts)
+    if has_failed:
+        for script in scripts:
+            script.send_signal(signal.SIGTERM)
         end = min(end, time.monotonic() + GRACE_SECS)
-        while running and (ended := _wait_for_ended(running, end)):
-            codes += ended
-    _stop(running, signal.SIGKILL)
-    while running:
-        codes += _wait_for_ended(running)
-    return codes, is_late
+        while _wait_for_an_end(scripts, end):
+            pass
+    return not has_failed and any(script.returncode is None for script in scripts)
 
 
-def _wait_for_ended(running: list[PreparedRank], end: float | None = None) -> list[int]:
-    """Wait for the next ranks to end; remove them from ``running`` and return their exit codes.
-
-    The result is empty if the time ``end`` comes first.
-    """
-    left = None if end is None else max(0.0, end - time.monotonic())
-    ready = select.select(running, [], [], left)[0]
-    running[:] = [rank for rank in running if rank not in ready]
-    return [rank.returncode() for rank in ready]
-
-
-def _stop(ranks: list[PreparedRank], order: signal.Signals) -> None:
-    for rank in ranks:
-        rank.stop(order)
+def _wait_for_an_end(scripts: list[Script], end: float) -> bool:
+    """Wait until one of them has ended; return whether one has before the time ``end``."""
+    running = [script for script in scripts if script.returncode is None]
+    ready = select.select(running, [], [], max(0.0, end - time.monotonic()))[0] if running else []
+    for script in ready:
+        script.poll()
+    return bool(ready)
 
 
 def _environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
@@ -277,9 +348,13 @@ def _environments(environment: dict[str, str], processes: int) -> list[dict[str,
 
 
 def _read_by_libraries(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the test's name, which changes, and without variables of ours.
+    """The environment without variables that no library reads when it is imported.
 
-    A prepared process has imported nothing of ours, and its fork gets the whole environment.
+    A prepared process has imported nothing of ours, and its fork gets the whole environment. It
+    forgets TMPDIR. The test's name changes, and the last three are for servers.
     """
-    ours = ("PYTEST_CURRENT_TEST", "NEMO_ALIGNER_")
-    return {key: value for key, value in environment.items() if not key.startswith(ours)}
+    others = (
+        "NEMO_ALIGNER_", "TMPDIR", "PYTEST_CURRENT_TEST", "TEST_MARK", "PYTRITON_HOME",
+        "REWARD_TOKEN",
+    )  # fmt: skip
+    return {key: value for key, value in environment.items() if not key.startswith(others)}

@@ -2,66 +2,77 @@
 
 ``python tests/harness/prepared_process.py`` is one rank. It reads jobs from stdin, one line of JSON
 each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
-another when the script has ended. When stdin closes, the process ends and kills a script that still
-runs. It imports nothing of this package, so that every script starts from the same state, and it
-has a single thread when it forks.
+another when the script has ended; several may run at once. When stdin closes, the process ends and
+kills the scripts that still run. It imports nothing of this package, so that every script starts
+from the same state, and it has a single thread when it forks.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
 import select
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
 LIBRARIES = (
     "numpy", "yaml", "omegaconf", "safetensors.torch", "torch", "torch.distributed.checkpoint",
-    "torch.distributed.tensor", "torch.utils.tensorboard", "transformers",
-    "transformers.models.auto.tokenization_auto", "lightning.pytorch.loggers",
+    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension",
+    "torch.utils.tensorboard", "transformers", "transformers.models.auto.tokenization_auto",
+    "lightning.pytorch.loggers", "aiohttp", "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
-POLL_SECS = 0.01
 
 
 def main() -> dict[str, Any] | None:
     """Serve jobs until stdin closes. In a forked child, return the job to run there."""
     for name in LIBRARIES:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a library started a thread: it may not fork"
     gc.freeze()
-    for line in sys.stdin:
-        job = json.loads(line)
+    scripts: dict[int, int] = {}  # process id by a descriptor that is readable once it has ended
+    while True:
+        ready = select.select([0, *scripts], [], [])[0]
+        for descriptor in scripts.keys() & set(ready):
+            os.close(descriptor)
+            pid, status = os.waitpid(scripts.pop(descriptor), 0)
+            answer(pid=pid, returncode=os.waitstatus_to_exitcode(status))
+        if 0 not in ready:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            for pid in scripts.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return None
         pid = os.fork()
         if pid == 0:
-            return job
-        print(json.dumps({"pid": pid}), flush=True)
-        print(json.dumps({"returncode": wait(pid)}), flush=True)
-    return None
+            for descriptor in scripts:
+                os.close(descriptor)
+            return json.loads(line)
+        scripts[os.pidfd_open(pid)] = pid
+        answer(pid=pid)
 
 
-def wait(pid: int) -> int:
-    """Wait for the script and return its exit code; kill it if stdin closes meanwhile."""
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        # A new job comes only after the last one has ended, so readable means that stdin closed.
-        if select.select([sys.stdin], [], [], POLL_SECS)[0]:
-            os.kill(pid, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def answer(**values: int) -> None:
+    print(json.dumps(values), flush=True)
 
 
 def become(job: dict[str, Any]) -> None:
     """Give the fork the job's environment, working directory, standard files and arguments."""
     os.environ.clear()
     os.environ.update(job["environment"])
+    show(job["command"], job["environment"])
+    tempfile.tempdir = None  # a library has read TMPDIR
     os.chdir(job["folder"])
     inputs = os.open(os.devnull, os.O_RDONLY)
     outputs = [
@@ -73,6 +84,24 @@ def become(job: dict[str, Any]) -> None:
     sys.stdin = open(0)  # noqa: SIM115
     sys.argv = job["command"]
     sys.path[0] = str(Path(job["command"][0]).parent)
+
+
+def show(command: list[str], environment: dict[str, str]) -> None:
+    """Let ``/proc/PID/cmdline`` and ``environ`` show the script's, for tests that look for it.
+
+    The kernel reads them from the memory that it filled at the start. ``launching.py`` starts the
+    process with an argument and a variable that leave room.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    arguments, arguments_end, variables, variables_end = map(int, fields[45:49])
+    pairs = [f"{name}={value}" for name, value in environment.items()]
+    write_strings([sys.executable, *command], arguments, arguments_end - arguments)
+    write_strings(pairs, variables, variables_end - variables)
+
+
+def write_strings(strings: list[str], address: int, size: int) -> None:
+    content = b"".join(os.fsencode(string) + b"\0" for string in strings)
+    ctypes.memmove(address, content[:size].ljust(size, b"\0"), size)
 
 
 def run_and_exit(script: str) -> NoReturn:

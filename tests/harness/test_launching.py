@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.harness import launching, tiny
+from tests.harness.launching import start_script
 from tests.harness.once import Turns, once_per_run
 from tests.harness.tiny import ROOT
 
 SCRIPT = """
-import atexit, json, os, signal, subprocess, sys, time
+import atexit, json, os, signal, subprocess, sys, tempfile, time
 
 atexit.register(print, "the end")
 rank = int(os.environ.get("RANK", 0))
@@ -25,6 +26,8 @@ sys.stderr.write(f"rank {rank} of {os.environ.get('WORLD_SIZE', 1)}\\n")
 what = sys.argv[1]
 if what == "tell":
     print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get("TOLD"), __name__]))
+if what == "temporary":
+    print(tempfile.gettempdir())
 if what == "ours":
     print([name for name in sys.modules if name.startswith(("nemo_aligner", "megatron"))])
 if what == "hash":
@@ -90,6 +93,28 @@ def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), accident
 
 
+@pytest.mark.parametrize("python", [None, sys.executable], ids=["prepared", "fresh"])
+def test_started_script_runs_while_others_do_and_is_found_by_its_command_and_environment(
+    script: str, tmp_path: Path, python: str | None
+) -> None:
+    output = tmp_path / "output"
+    environment = tiny.environment(TEST_MARK="a mark", TMPDIR=str(tmp_path))
+    command = [script, "sleep", "a b"]
+    (slow,) = start_script(command, environment, [{"RANK": "0"}], output, python=python)
+    (quick,) = start_script([script, "temporary"], environment, [{}], output, python=python)
+    assert quick.wait(timeout=50) == 0
+    assert f"{tmp_path}\n" in output.read_text()
+    with pytest.raises(subprocess.TimeoutExpired):
+        slow.wait(timeout=0.1)
+    assert slow.poll() is None
+    shown = [Path(f"/proc/{slow.pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+    words, variables = (content.rstrip(b"\0").split(b"\0") for content in shown)
+    assert words == [os.fsencode(word) for word in (sys.executable, *command)]
+    assert {b"TEST_MARK=a mark", b"RANK=0", f"TMPDIR={tmp_path}".encode()} <= set(variables)
+    slow.kill()
+    assert slow.wait(timeout=50) == slow.poll() == -signal.SIGKILL
+
+
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "GRACE_SECS", 1)
     done = tiny.run_script(script, "refuse", processes=2, check=False, timeout=50)
@@ -152,6 +177,7 @@ def test_what_a_launch_puts_into_this_process_reaches_no_script(
 WORKER = """
 import sys, time
 from pathlib import Path
+from tests.harness.launching import start_script
 from tests.harness.once import Turns, once_per_run
 
 def build(folder):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +11,8 @@ import pytest
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from tests.harness import tiny
 from tests.harness.once import Once
+from tests.serving import servers
 from tests.serving.servers import FAKE, QUICK, SERVE, running
-
-START_SECS = 120
 
 
 def write_models(folder: Path) -> None:
@@ -52,8 +47,9 @@ def server(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("uvicorn")
-    with gateway_of(server, tmp_path_factory.mktemp("gateway")) as url:
-        yield url
+    folder = tmp_path_factory.mktemp("gateway")
+    with servers.gateway(folder, f"backends=[{server}]") as started:
+        yield started.url
 
 
 @pytest.fixture(scope="session")
@@ -61,26 +57,3 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server whose rewards are sums of characters."""
     with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
         yield started.url
-
-
-@contextlib.contextmanager
-def gateway_of(backend: str, folder: Path) -> Iterator[str]:
-    ready, log = folder / "ready", folder / "log"
-    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
-            env=tiny.environment(),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        end = time.monotonic() + START_SECS
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.1)
-        yield ready.read_text().strip()
-    finally:
-        process.kill()
-        process.wait()

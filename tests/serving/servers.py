@@ -1,4 +1,4 @@
-"""Servers in separate processes, started like a user does, for tests that query or kill them."""
+"""Servers in separate processes, for tests that query or kill them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.harness.launching import ROOT, free_port, rank_environment
+from tests.harness import tiny
+from tests.harness.launching import ROOT, Script, free_port, rank_environment, start_script
 from tests.harness.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
 SERVE = "serve"  # the verb of nemo-aligner
+MAIN = str(ROOT / "nemo_aligner/__main__.py")
 QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
@@ -35,7 +37,7 @@ class Server:
     """A running server: its URL and its processes, rank 0 first."""
 
     url: str
-    ranks: list[subprocess.Popen[bytes]]
+    ranks: list[Script] | list[subprocess.Popen[bytes]]
     log: Path
     mark: str
     home: Path
@@ -102,58 +104,59 @@ def running(
     torchrun: bool = False,
     current: Path = ROOT,
     variables: Mapping[str, str] = MappingProxyType({}),
-    python: str = sys.executable,
+    python: str | None = None,
 ) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards.
 
-    With ``ranks`` it runs under ``torchrun``. ``folder`` is for its files, ``current`` is its
-    working directory, ``variables`` are added to its environment, and ``python`` runs it.
+    Prepared processes run it (see ``tests/harness/launching.py``), unless ``variables``, which are
+    added to its environment, are read by libraries. With ``torchrun`` or ``python``, that starts
+    it, as a user would. ``folder`` is for its files, ``current`` is its working directory.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     section = "gateway." if arguments[:1] == ("gateway",) else "server."
-    program = ["-m", "nemo_aligner", SERVE] if script == SERVE else [str(ROOT / script)]
+    program = [MAIN, SERVE] if script == SERVE else [str(ROOT / script)]
     command = [*program, *arguments, f"{'' if script == FAKE else section}ready_file="]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command[:0], ranks = launcher, 1
-    with turn, _running(folder, [python, *command], ranks, current, variables) as server:
+        command[:0], ranks, python = launcher, 1, python or sys.executable
+    with turn, _running(folder, command, ranks, current, variables, python) as server:
         yield server
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, *settings: str) -> Iterator[Server]:
-    """Run a gateway in another process on a free port; it is gone afterwards."""
-    command = ["-m", "nemo_aligner", "gateway", "gateway.port=0", *settings, "gateway.ready_file="]
-    with _running(folder, [sys.executable, *command], 1, ROOT, {}) as started:
+def gateway(
+    folder: Path, *settings: str, python: str | None = None, **variables: str
+) -> Iterator[Server]:
+    """Run a gateway in another process on a free port; it is gone afterwards.
+
+    ``variables`` are added to its environment, and ``python`` starts it, as a user would.
+    """
+    command = [MAIN, "gateway", "gateway.port=0", *settings, "gateway.ready_file="]
+    with _running(folder, command, added=variables, python=python) as started:
         yield started
 
 
 @contextlib.contextmanager
 def _running(
-    folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
+    folder: Path,
+    command: list[str],
+    ranks: int = 1,
+    current: Path = ROOT,
+    added: Mapping[str, str] = MappingProxyType({}),
+    python: str | None = None,
 ) -> Iterator[Server]:
     """Run ``command``, which ends with the name of the setting for the ready file."""
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     # Short paths, because those of sockets have at most 108 characters.
     home, temporary = (Path(tempfile.mkdtemp(prefix=name)) for name in ("triton", "served"))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "TEST_MARK": mark,
-        "PYTRITON_HOME": str(home),
-        "TMPDIR": str(temporary),
-        **added,
-    }
+    files = {"TEST_MARK": mark, "PYTRITON_HOME": str(home), "TMPDIR": str(temporary)}
+    environment = tiny.environment(**{**files, **added})
     port = free_port()
+    of_ranks = [{} if ranks == 1 else rank_environment(rank, ranks, port) for rank in range(ranks)]
+    command = [*command[:-1], f"{command[-1]}{ready}"]
+    log.write_bytes(b"")
     server = Server("", [], log, mark, home, temporary)
-    with log.open("wb") as output:
-        for rank in range(ranks):
-            of_rank = {} if ranks == 1 else rank_environment(rank, ranks, port)
-            words = [*command[:-1], f"{command[-1]}{ready}"]
-            how: Any = {"stdout": output, "stderr": output, "cwd": current}
-            server.ranks.append(subprocess.Popen(words, env={**environment, **of_rank}, **how))
+    server.ranks = start_script(command, environment, of_ranks, log, current, python)
     try:
         server.url = wait_for(ready, server)
         yield server

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ import pytest
 
 from nemo_aligner.serving.client import RewardClient
 from tests.harness import tiny
-from tests.harness.launching import free_port
+from tests.harness.launching import free_port, run_local_ranks
 from tests.serving.client.misbehaving import eventually
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 from tests.serving.servers import (
@@ -203,30 +201,10 @@ def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
         server.assert_nothing_is_left()
 
 
-START = """
-import sys
-from nemo_aligner.distributed.launch import run_ranks
-sys.exit(run_ranks(sys.argv[1:], 2))
-"""
-
-
-def start_and_fail(*arguments: str, **variables: str) -> str:
-    """Start a server that cannot start, and return its output."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=tiny.environment(**variables),
-        cwd=tiny.ROOT,
-    )
-    assert done.returncode == 1
-    return done.stderr
-
-
 def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        said = start_and_fail("-c", START, FAKE, f"port={port}")
+        done = run_local_ranks([FAKE, f"port={port}"], tiny.environment())
+    assert done.returncode == 1
     beginning = f"ServingError: server.port: 127.0.0.1:{port} is not free"
-    assert [line[: len(beginning)] for line in said.splitlines()] == [beginning]
+    assert [line[: len(beginning)] for line in done.stderr.splitlines()] == [beginning]

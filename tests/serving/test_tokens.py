@@ -142,7 +142,7 @@ def test_server_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(ServingError, match=f"{WORDS}; {reason}"):
                 run_score(score_parser().parse(["a", "--url", server.url, *variable]))
         settings = [f"backends=[{server.url}]", "gateway.token_variable=OWN"]
-        with gateway(folders[1], *settings, f"backend_token_file={file}") as front:
+        with gateway(folders[1], *settings, f"backend_token_file={file}", OWN="another") as front:
             own = {"Authorization": "Bearer another"}
             assert ask(front, "v1/rewards", {}, {"texts": ["a"]})[0] == 401
             status, text = ask(front, "v1/rewards", own, {"texts": ["a"]})
