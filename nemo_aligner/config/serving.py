@@ -302,7 +302,7 @@ class ServeConfig:
                 are_names and self.models.keys().isdisjoint(_TAKEN_NAMES),
                 "models",
                 "names of letters, digits and -_. that begin with a letter or digit, and none of "
-                + ", ".join(_TAKEN_NAMES),
+                + ", ".join([*_TAKEN_NAMES, "NAME.contract"]),
             )
             # Its rules name attributes and keep statistics, which are those of one model.
             is_plain = not self.ensemble.files and self.shaping == ShapingConfig()
@@ -314,8 +314,8 @@ class ServeConfig:
 
 
 # Names of models on a server, which are parts of a URL's path.
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# The main model, its second endpoint, and a path of KServe v2.
+_MODEL_NAME = re.compile(r"(?!.*\.contract$)[A-Za-z0-9][A-Za-z0-9._-]*")
+# The main model, its contract's endpoint, and a path of KServe v2.
 _TAKEN_NAMES = ("reward_model", "contract", "stats")
 
 

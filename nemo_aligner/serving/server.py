@@ -28,7 +28,11 @@ from nemo_aligner.serving.engine.executor import ModelRanks
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
 from nemo_aligner.serving.front.models import HostedModel
-from nemo_aligner.serving.protocols.kserve import MODEL_NAME
+from nemo_aligner.serving.protocols.kserve import (
+    CONTRACT_MODEL_NAME,
+    MODEL_NAME,
+    contract_name,
+)
 from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
@@ -255,12 +259,12 @@ class _Leader:
 
 
 def _name_endpoints(service: Service) -> Sequence[Endpoint]:
-    """Return a service's endpoints: all of the main model, and the rewards of another model."""
-    name = MODEL_NAME if service.scoring is None else service.scoring.model_name
-    if name == MODEL_NAME:
+    """Return a service's endpoints, with the names that they have outside ``/models/NAME``."""
+    if service.scoring is None or service.scoring.model_name == MODEL_NAME:
         return service.endpoints
-    rewards = [endpoint for endpoint in service.endpoints if endpoint.name == MODEL_NAME]
-    return [replace(endpoint, name=name) for endpoint in rewards]
+    name = service.scoring.model_name
+    names = {MODEL_NAME: name, CONTRACT_MODEL_NAME: contract_name(name)}
+    return [replace(endpoint, name=names[endpoint.name]) for endpoint in service.endpoints]
 
 
 def _call_all(stops: Sequence[Callable[[], None]]) -> None:

@@ -263,7 +263,7 @@ class RemoteServer:
     async def _fetch_publication(self, timeout_s: float) -> Tensors:
         """Fetch contract, statistics, and the template's end of a turn and frame of a sample."""
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        return await self._infer(kserve.CONTRACT_MODEL_NAME, inputs, timeout_s)
+        return await self._infer(kserve.contract_name(self._model_name), inputs, timeout_s)
 
     async def _fetch_contract(self, timeout_s: float) -> tuple[ScoringContract, str | None]:
         outputs = await self._fetch_publication(timeout_s)

@@ -121,6 +121,15 @@ CONTRACT_OUTPUTS = (
 )
 
 
+def contract_name(model_name: str) -> str:
+    """Return the name of the endpoint with a model's contract; that of ``reward_model`` is short.
+
+    The others are those of further models of a server.
+    """
+    is_main = model_name == MODEL_NAME
+    return CONTRACT_MODEL_NAME if is_main else f"{model_name}.{CONTRACT_MODEL_NAME}"
+
+
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
     """Encode the inputs of a request for B raw texts."""
     return {"sentences": _bytes_column(text.encode() for text in texts)}

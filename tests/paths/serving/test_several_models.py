@@ -148,7 +148,8 @@ def test_models_of_one_server_answer_as_alone_under_mixed_load(
 
 def test_models_share_their_base_and_are_listed(several: Server) -> None:
     said = several.output()
-    assert "KServe models: contract, reward_model, harmless, plain-1.5" in said
+    models = "harmless.contract, harmless, plain-1.5.contract, plain-1.5"
+    assert f"KServe models: contract, reward_model, {models}" in said
     assert "harmless: shares 0.2M of 0.2M parameters with reward_model" in said
     assert "plain-1.5: Prefix cache: 512 tokens" in said
     listed = post(f"{several.url}/v1/models", None)[1]["data"]
@@ -168,6 +169,10 @@ def test_path_of_a_model_is_a_server_of_it(
     for name, scorer in alone.items():
         url = f"{several.url}/models/{name}"
         assert post(f"{url}/v1/contract", None)[1]["hash"] == scorer.contract.hash
+        for client in (RewardClient(url), RewardClient(several.url, name)):
+            with client:
+                assert client.contract() == scorer.contract
+                assert np.array_equal(client.score(TEXTS[:2]), expected[name][:2])
         assert post(f"{url}/info", None)[1]["model_id"] == name
         assert [each["id"] for each in post(f"{url}/v1/models", None)[1]["data"]] == [name]
         status, answer = post(f"{url}/classify", {"model": "any", "messages": TEXTS[0]})
