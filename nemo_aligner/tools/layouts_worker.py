@@ -256,6 +256,8 @@ def main(job_path: str, result_path: str) -> int:
         result_path: file to which the first rank writes the rewards.
     """
     job = json.loads(Path(job_path).read_text())
+    # Otherwise every collection scans the million objects of the imported modules, which stay.
+    gc.freeze()
     try:
         scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
     except Exception as error:
