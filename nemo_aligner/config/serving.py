@@ -315,8 +315,8 @@ class ServeConfig:
 
 # Names of models on a server, which are parts of a URL's path.
 _MODEL_NAME = re.compile(r"(?!.*\.contract$)[A-Za-z0-9][A-Za-z0-9._-]*")
-# The main model, its contract's endpoint, and a path of KServe v2.
-_TAKEN_NAMES = ("reward_model", "contract", "stats")
+# The main model, its contract's endpoint, a path of KServe v2, and the main model in metrics.
+_TAKEN_NAMES = ("reward_model", "contract", "stats", "local")
 
 
 def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:

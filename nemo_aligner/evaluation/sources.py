@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -225,7 +226,7 @@ def _fingerprint_error(name: str, expected: str) -> ConfigError:
 
 def _check_keys_used(config: SourceConfig, key: str, name: str) -> None:
     """Reject a key of ``source`` that has no effect for this kind of source."""
-    kind = urlsplit(name).path.rstrip("/") if key == "server" else key
+    kind = _protocol_path(name) if key == "server" else key
     used_keys = _USED_KEYS.get(kind, ())
     for field in fields(config):
         value = getattr(config, field.name)
@@ -294,6 +295,11 @@ def _check_contract(source: RewardSource, expected: str | None) -> RewardSource:
 _ONE_REWARD = {"reward": 1.0}
 
 
+def _protocol_path(url: str) -> str:
+    """Return a server URL's path without ``/models/NAME``, which names one of several models."""
+    return re.sub(r"^/models/[^/]+", "", urlsplit(url).path.rstrip("/"))
+
+
 @contextmanager
 def open_server(
     url: str, config: SourceConfig, expect_fingerprint: str | None = None
@@ -301,17 +307,18 @@ def open_server(
     """Connect to a running server, as a context; the path of the URL selects the protocol.
 
     No path means a server or a gateway of nemo-aligner, ``/classify`` vLLM's protocol, and
-    ``/get_reward`` that of OpenRLHF's remote reward models.
+    ``/get_reward`` that of OpenRLHF's remote reward models. ``/models/NAME`` before it names one of
+    several models.
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
         ServingError: a nemo-aligner server does not answer, or publishes no scoring contract.
     """
-    path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
+    path, name = _protocol_path(url), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
         raise ConfigError(
-            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, or a URL that "
-            "ends in /classify (vLLM) or /get_reward (OpenRLHF)"
+            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, also with "
+            "/models/NAME, or a URL with the path /classify (vLLM) or /get_reward (OpenRLHF)"
         )
     token = find_token(None, config.token_variable, "source.token")
     if path == "":

@@ -190,8 +190,8 @@ class ScoringService(ABC):
         if not self._announced_turn_end:
             self._announced_turn_end = True
             print(
-                f"Raw texts that end with {turn.end!r} are completed to {turn.end + turn.rest!r}, "
-                "as the chat template does (complete_turns)",
+                f"{self.model_name}: raw texts that end with {turn.end!r} are completed to "
+                f"{turn.end + turn.rest!r}, as the chat template does (complete_turns)",
                 flush=True,
             )
         if request.texts is not None:

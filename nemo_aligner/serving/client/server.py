@@ -299,7 +299,7 @@ class RemoteServer:
         self.is_foreign = error.is_foreign
         advice = ""
         if path := urlsplit(self._url).path:
-            allowed = "must be empty, a proxy's prefix or /models/NAME"
+            allowed = "must be empty, a proxy's prefix or /models/ and a name of that server"
             advice = f"; the path in the URL, {short(path)}, {allowed}"
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"

@@ -145,7 +145,9 @@ class Front:
                 text = "the bearer token is missing or wrong"
                 raise RequestError(text, FailureKind.unauthorized)
             if name is not None:
-                scope = {**scope, MODEL_IN_SCOPE: self.models[name]}
+                # FastAPI's page /docs finds /openapi.json by root_path.
+                prefix = {"root_path": f"/models/{name}"}
+                scope = {**scope, **prefix, MODEL_IN_SCOPE: self.models[name]}
         except RequestError as failure:
             await self._refuse(path, failure)(scope, receive, send)
             return
@@ -221,6 +223,9 @@ class Front:
             title="nemo_aligner",
             version=nemo_aligner.__version__,
             description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
+            # Relative to /openapi.json, so that a page under /models/NAME tries out that model.
+            servers=[{"url": "."}],
+            root_path_in_servers=False,
         )
         app.add_exception_handler(404, self._answer_unknown_path)
         app.add_exception_handler(405, self._answer_wrong_method)
@@ -263,16 +268,17 @@ class Front:
         return app
 
     async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
-        path = request.url.path
+        path = request.scope["path"]
         near = suggestion(path, [*self._routes, "/health", "/ready", _METRICS_PATH])
         meant = f"; did you mean {near}?" if near else "."
         reason = f"this server has no such path{meant} GET /docs lists all paths"
-        self._notices.note_rejection(shown(path), 404, reason)
-        return respond(HttpAnswer(404, {"detail": f"{shown(path)}: {reason}"}))
+        named = shown(_named_path(request))
+        self._notices.note_rejection(named, 404, reason)
+        return respond(HttpAnswer(404, {"detail": f"{named}: {reason}"}))
 
     async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:
         other = "POST" if request.method == "GET" else "GET"
-        path, reason = request.url.path, f"got {request.method}, wanted {other}"
+        path, reason = _named_path(request), f"got {request.method}, wanted {other}"
         self._notices.note_rejection(path, 405, reason)
         return respond(HttpAnswer(405, {"detail": f"{path}: {reason}"}))
 
@@ -299,6 +305,13 @@ class Front:
                 (_METRICS_PATH, scrape, "For Prometheus"),
             ],
         )
+
+
+def _named_path(request: Request) -> str:
+    """Return the path of a request as the client sent it, with the prefix ``/models/NAME``."""
+    path: str = request.scope["path"]
+    model = model_of(request)
+    return path if model is None else f"/models/{model.name}{path}"
 
 
 class _App(FastAPI):

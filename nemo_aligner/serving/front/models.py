@@ -49,13 +49,34 @@ class HostedModels:
             )
         return self._models[name]
 
-    def choose(self, name: str | None) -> HostedModel:
-        """Choose the model for the ``model`` of a body; None is the main model.
+    def choose(self, name: object, of_path: HostedModel | None = None) -> HostedModel:
+        """Choose the model of a request.
 
-        A single model answers under any name, because clients of vLLM have to send one.
+        A single model, or the model that the path names, answers under any name that no other model
+        has, because clients of vLLM have to send a name.
+
+        Args:
+            name: the ``model`` of the body; None is the main model, or that of the path.
+            of_path: the model that the path names, if it does.
+
+        Raises:
+            RequestError: there is no model of this name, or the path names another one.
         """
         if name is None or len(self._models) == 1:
-            return next(iter(self))
+            return of_path or next(iter(self))
+        if of_path is not None:
+            if isinstance(name, str) and name != of_path.name and name in self._models:
+                raise RequestError(
+                    f"model: got {shown(name)} on a path of the model {of_path.name}. Send the "
+                    f"request to /models/{name}, or leave out model",
+                    FailureKind.unknown_model,
+                )
+            return of_path
+        if not isinstance(name, str):
+            raise RequestError(
+                f"model: got {shown(name)}, wanted the name of a model, as a string",
+                FailureKind.unknown_model,
+            )
         return self[name]
 
 

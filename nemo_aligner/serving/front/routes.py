@@ -61,8 +61,8 @@ class RouteHandler:
             route, body = await call_by_size(size, self._choose_route, content)
             if body is None:
                 body = await call_by_size(size, route.parse, content)
-            if model_of(request) is None and "model" in route.request.model_fields:
-                model = self._models.choose(getattr(body, "model", None))
+            # Bodies keep undeclared fields, so every protocol may name a model.
+            model = self._models.choose(getattr(body, "model", None), model_of(request))
             scored = await self._score(model, route, body, size)
             served = self._describe_model(model, scored)
             response = await call_by_size(size, _respond, route, body, scored, served)

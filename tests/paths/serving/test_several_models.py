@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.config.evaluation import SourceConfig
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.evaluation.sources import open_server
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import ServingError
@@ -178,6 +180,12 @@ def test_path_of_a_model_is_a_server_of_it(
         status, answer = post(f"{url}/classify", {"model": "any", "messages": TEXTS[0]})
         assert (status, answer["model"]) == (200, name)
         assert answer["data"][0]["probs"] == expected[name][0].tolist()
+        weights = dict.fromkeys(scorer.attributes, 1.0)
+        others = SourceConfig(attribute_weights=weights)
+        for path, config in (("", SourceConfig()), ("/", SourceConfig()), ("/classify", others)):
+            with open_server(url + path, config) as source:
+                rewards = source.scorer.score_rows(TEXTS[:2]).rewards
+                assert np.array_equal(rewards, expected[name][:2]), path
     with gateway(tmp_path, f"backends=[{several.url}/models/harmless]") as front:
         answer = post(f"{front.url}/v1/rewards", {"conversations": TEXTS[:4]})[1]
     assert answer["contract_hash"] == alone["harmless"].contract.hash
