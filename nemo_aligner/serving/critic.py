@@ -79,6 +79,7 @@ class CriticService:
             run.learner.tokens_per_call,
             self._intake.meter,
             config.server.max_call_secs,
+            ranks.clock,
         )
 
     @property

@@ -116,6 +116,7 @@ class LocalService(ScoringService):
             scorer.tokens_per_call,
             self._intake.meter,
             backend.config.max_call_secs,
+            ranks.clock,
         )
         self._reported_cached = 0
         is_main = self.model_name == MODEL_NAME

@@ -16,6 +16,7 @@ import torch
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.reward import RewardBackend
@@ -143,7 +144,7 @@ class OneRank:
     """An executor that runs every operation at once on the model of this process."""
 
     def __init__(self, backend: RewardBackend) -> None:
-        self._backend = backend
+        self._backend, self.clock = backend, CallClock()
 
     def execute(self, operation: str, data: Any) -> Any:
         return self._backend.operations[operation](data)

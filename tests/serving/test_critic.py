@@ -19,6 +19,7 @@ from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
 from nemo_aligner.serving.engine.batcher import ReadWriteLock
 from nemo_aligner.serving.engine.executor import RanksLostError
+from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_same_encoding, run_critic_server
@@ -42,6 +43,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self.clock = CallClock()
         self._answers: list[Future[Any]] = []
         self._came = threading.Condition()
 

@@ -20,6 +20,7 @@ from nemo_aligner.config.serving import (
 )
 from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind, RequestError
@@ -36,7 +37,7 @@ class Immediate:
     """Ranks that compute every call at once, in this process."""
 
     def __init__(self, compute: Callable[[list[Row]], list[np.ndarray]]) -> None:
-        self._compute = compute
+        self._compute, self.clock = compute, CallClock()
         self.rows: list[Row] = []
 
     def execute(self, operation: str, rows: list[Row]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from nemo_aligner.data.packing import count_fitting, packed_tokens
-from nemo_aligner.serving.engine.pace import ModelPace
+from nemo_aligner.serving.engine.pace import CallClock, ModelPace
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.errors import ServingError
 
@@ -106,11 +106,14 @@ class Batcher:
         tokens_per_call: int,
         meter: Meter | None = None,
         max_call_secs: float = 0.0,
+        clock: CallClock | None = None,
     ) -> None:
         """Start the batcher's thread.
 
-        With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call.
+        With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call. ``clock`` is that of the
+        ranks, if other batchers use them, too.
         """
+        self._clock = clock or CallClock()
         self._execute = execute
         self._meter = meter or Meter()
         self._pace = ModelPace(max_call_secs, tokens_per_call)
@@ -313,8 +316,9 @@ class Batcher:
         """Add an ended call to the statistics; return the seconds that its computation took."""
         # The model computes one call at a time. If this call was submitted while another one ran,
         # it started only when that one ended.
-        started = max(call.begun, self._last_end)
+        started = max(call.begun, self._clock.last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
+        self._clock.last_end = self._last_end
         self._last_seconds = self._last_end - call.begun
         queued = sum(started - request.came for request, _ in call.rows)
         seconds = self._last_end - started

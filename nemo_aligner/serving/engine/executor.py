@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.distributed.collectives import wait_for_device
+from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.utils.errors import AlignerError, ServingError, first_line, one_line
 from nemo_aligner.utils.host_transfer import Arriving
 
@@ -84,7 +85,8 @@ class ModelRanks:
     device, the next one may begin behind it. If the first one then fails, the next one is begun
     again, because it may depend on state that the first one should have left behind. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
-    (None while the ranks work), and all submitted operations fail.
+    (None while the ranks work), and all submitted operations fail. The batchers on rank 0 share
+    ``clock``.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ModelRanks:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.failure: str | None = None
+        self.clock = CallClock()
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._leaving = threading.Event()

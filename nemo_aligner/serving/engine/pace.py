@@ -18,6 +18,19 @@ _LEAST_TOKENS = 512
 _LONG = 1 / 16
 
 
+class CallClock:
+    """Knows when the latest call on the ranks ended; batchers whose calls take turns share it.
+
+    A call that waited for another batcher's call then does not count the wait as its own duration.
+
+    Attributes:
+        last_end: end of the latest call, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self) -> None:
+        self.last_end = 0.0
+
+
 class ModelPace:
     """Limits the tokens of a call, so that the model probably computes it within ``max_secs``.
 

@@ -14,6 +14,7 @@ import pytest
 
 from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.engine.batcher import Batcher, Meter
+from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError
@@ -85,6 +86,23 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     assert counted["calls"] == 2
     assert counted["forward_seconds"] >= 0.05
     assert counted["queue_seconds"] >= 0.1  # both rows of the second call waited for the first
+
+
+def test_call_does_not_last_while_it_waits_for_the_call_of_another_model():
+    models, meters, clock = [Model(), Model()], [Meter(), Meter()], CallClock()
+    batchers = [
+        Batcher(model, tokens_per_call=2, meter=meter, clock=clock)
+        for model, meter in zip(models, meters, strict=True)
+    ]
+    futures = [batcher.submit(rows_of([[1, 2]])) for batcher in batchers]
+    models[1].wait_for_calls(1)
+    time.sleep(0.2)
+    for model, future in zip(models, futures, strict=True):
+        model.finish(0)
+        future.result(WAIT_S)
+    seconds = [meter.statistics()["forward_seconds"] for meter in meters]
+    assert seconds[0] >= 0.2
+    assert seconds[1] < 0.2
 
 
 def test_percentiles_are_of_requests_that_have_rewards() -> None:
