@@ -15,6 +15,11 @@ from pathlib import Path
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 
 
+def say_line(text: str) -> None:
+    """Write a line in one piece: ``print`` writes its end apart, and lines of two ranks mix."""
+    sys.stdout.write(f"{text}\n")
+
+
 def main(archive: str, folder: str) -> None:
     import torch
 
@@ -33,14 +38,14 @@ def main(archive: str, folder: str) -> None:
             layout = initialize_layout(tp, pp)
             loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
             with torch.no_grad():
-                print(f"kernels are used: {kernels.supports(torch.zeros(4, 16))}")
+                say_line(f"kernels are used: {kernels.supports(torch.zeros(4, 16))}")
             weights = loaded.model.sharded_state_dict(prefix="model.")
             sums = save_weights(weights, Path(folder, name))
-            print(f"sums: {json.dumps(sums, sort_keys=True)}")
+            say_line(f"sums: {json.dumps(sums, sort_keys=True)}")
             try:
                 load_pretrained("missing.nemo", layout, num_attributes=1, precision=Precision.fp32)
             except CheckpointError as error:
-                print(f"all ranks know: {error}")
+                say_line(f"all ranks know: {error}")
             destroy_layout()
 
 
