@@ -92,10 +92,11 @@ CASES = {
     "learned_ties": Case(
         ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
     ),
+    # With a penalty of 5 the gradient nearly cancels in the third step, and rounding shows.
     "against_length": Case(
         (
             *LORA,
-            "model.objective_kwargs={length_correlation_penalty: 5.0, learn_length_bias: true}",
+            "model.objective_kwargs={length_correlation_penalty: 2.0, learn_length_bias: true}",
         )
     ),
     # Rewards of steps: dropout masks, a learned scalar, and the rule for a whole sample.

@@ -53,6 +53,8 @@ def fail_unattended(who: str, what: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    # Where rank 0 and its store end first, torch may print a warning of the other, with its stack.
+    said = [words.partition("[W")[0].removesuffix("[rank1]:") for words in said]
     return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
 
 
