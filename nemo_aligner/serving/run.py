@@ -95,8 +95,8 @@ def _describe_sharing(models: Mapping[str, RewardScorer]) -> Iterator[str]:
         assert body is not None, "load_scorer tells what it has shared"
         total = f"{body.num_parameters / 1e6:,.1f}M parameters"
         if body.source is None:
-            why = "another base or precision, all weights trained, or an old archive"
-            yield f"{name}: {total}, none shared ({why})"
+            reason = "another base or precision, all weights trained, or an old archive"
+            yield f"{name}: {total}, none shared ({reason})"
         else:
             shared = f"{body.num_shared / 1e6:,.1f}M of {total}"
             yield f"{name}: shares {shared} with {names[body.source]}"
