@@ -191,7 +191,8 @@ def test_settings_refused_of_several_models() -> None:
         "models.reward_model=a.nemo": f"models: got {{'reward_model': 'a.nemo'}}, {names} reward_m",
         "models.contract=a.nemo": f"models: got {{'contract': 'a.nemo'}}, {names}",
         "models.stats=a.nemo": names,
-        "models={a.contract: a.nemo}": f"{names} reward_model, contract, stats, NAME.contract",
+        "models.local=a.nemo": names,
+        "models={a.contract: a.nemo}": f"{names} reward_model, contract, stats, local, NAME.con",
         "models={a/b: a.nemo}": f"models: got {{'a/b': 'a.nemo'}}, {names}",
         "models={.a: a.nemo}": names,
     }
