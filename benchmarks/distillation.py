@@ -39,7 +39,7 @@ from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 if TYPE_CHECKING:
     from nemo_aligner.evaluation.predictions import Predictions
 
-_SOFT, _PSEUDO, _HEAD = "soft", "pseudo", "head"
+_SOFT, _PSEUDO = "soft", "pseudo"
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,13 @@ class Experiment:
 
 
 def to_pseudo_label(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Swap the replies of a labelled pair if the teachers prefer the rejected one."""
-    pair = {key: value for key, value in record.items() if not key.startswith("teacher")}
-    reward_of_chosen, reward_of_rejected = record["teacher_rewards"]
-    if reward_of_chosen < reward_of_rejected:
-        pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
-    return pair
+    """Let the better reply of a labelled pair be the one that the teachers prefer."""
+    from nemo_aligner.data.formats.base import PairKeys
+    from nemo_aligner.data.formats.teacher import TEACHER_FIELDS
+    from nemo_aligner.evaluation.label import order_by_teacher
+
+    ordered, _ = order_by_teacher(dict(record), "text_pairs", PairKeys())
+    return {key: value for key, value in ordered.items() if key not in TEACHER_FIELDS}
 
 
 def mean_of_rewards(members: Sequence[Predictions]) -> Predictions:

@@ -67,6 +67,11 @@ def format_of(dtype: torch.dtype | None) -> NumberFormat:
     raise CheckpointError(f"dtype: got {dtype}, wanted fp32, bf16 or fp16")
 
 
+def named_dtypes() -> dict[str, torch.dtype]:
+    """Return the torch dtypes by their names in torch, such as ``"bfloat16"``."""
+    return {number_format.torch_name: number_format.dtype for number_format in _FORMATS}
+
+
 def safetensors_dtypes() -> dict[str, torch.dtype]:
     """Return the torch dtypes by their names in safetensors files."""
     return {number_format.safetensors: number_format.dtype for number_format in _FORMATS}

@@ -320,15 +320,18 @@ class TemplateReading:
     @cached_property
     def writes_calls(self) -> bool | None:
         """True if the template renders tool calls; None if it rejects every trial."""
-        trials = _dialogues_with_calls()
-        return self._needs_json_arguments or self._writes([_FIRST, _SECOND], trials)
+        return self._needs_json_arguments or self._writes_object_arguments
+
+    @cached_property
+    def _writes_object_arguments(self) -> bool | None:
+        """Like ``writes_calls``, for arguments that are objects."""
+        return self._writes([_FIRST, _SECOND], _dialogues_with_calls())
 
     @cached_property
     def _needs_json_arguments(self) -> bool:
         """True if the template renders tool calls only if their arguments are JSON strings."""
-        words, trials = [_FIRST, _SECOND], _dialogues_with_calls()
-        with_json = [[_encode_arguments(turn) for turn in trial] for trial in trials]
-        return not self._writes(words, trials) and bool(self._writes(words, with_json))
+        trials = [[_encode_arguments(turn) for turn in trial] for trial in _dialogues_with_calls()]
+        return not self._writes_object_arguments and bool(self._writes([_FIRST, _SECOND], trials))
 
     def _null_content(self, calls: bool) -> Message:
         """Return the ``content`` that the template accepts in a message without content.
@@ -340,12 +343,11 @@ class TemplateReading:
             calls: whether the message has tool calls; if not, it has only reasoning.
         """
         if calls not in self._nulls:
-            turn: Message = {
-                "role": "assistant",
-                self.reasoning(calls=False) or REASONING[0]: _THIRD,
-            }
+            key = self.reasoning(calls=False) or REASONING[0]
+            turn: Message = {"role": "assistant", key: _THIRD}
             if calls and self.writes_calls is not None:
-                turn = self._adapt_arguments(_without_content(tool_call_turn(_FIRST, _SECOND)))
+                turn = _without_content(tool_call_turn(_FIRST, _SECOND))
+                turn = _encode_arguments(turn) if self._needs_json_arguments else turn
             empty = _dialogues_with({**turn, "content": ""})
             self._nulls[calls] = next(
                 null
@@ -381,7 +383,7 @@ class TemplateReading:
             self._check(self._writes_role(role), f"{location}.role {role!r}")
         if "tool_calls" in message:
             self._check(self.writes_calls, f"{location}.tool_calls")
-            message = self._adapt_arguments(message)
+            message = _encode_arguments(message) if self._needs_json_arguments else message
         if REASONING[0] in message:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
@@ -398,9 +400,6 @@ class TemplateReading:
                     f"wanted only {', '.join(_KNOWN_KEYS)}"
                 )
         return self._adapt_content(message)
-
-    def _adapt_arguments(self, message: Message) -> Message:
-        return _encode_arguments(message) if self._needs_json_arguments else message
 
     def _adapt_content(self, message: Message) -> Message:
         content = message["content"]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -36,6 +35,7 @@ from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
 from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.protocols.kserve import split_model_path
 from nemo_aligner.serving.tokens import find_token, hide_password
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError
@@ -297,7 +297,8 @@ _ONE_REWARD = {"reward": 1.0}
 
 def _protocol_path(url: str) -> str:
     """Return a server URL's path without ``/models/NAME``, which names one of several models."""
-    return re.sub(r"^/models/[^/]+", "", urlsplit(url).path.rstrip("/"))
+    _, path = split_model_path(urlsplit(url).path.rstrip("/") + "/")
+    return path.rstrip("/")
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 _HEAD, _ADAPTER = "rm_head", "adapter"
 
 # Loaded models by the fingerprint of their body and their precision.
-Bodies = dict[tuple[str, Precision], GPTRewardModel]
+BodyKey = tuple[str, Precision]
+Bodies = dict[BodyKey, GPTRewardModel]
 
 
 @dataclass(frozen=True)

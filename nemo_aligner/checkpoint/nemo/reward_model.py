@@ -68,7 +68,7 @@ from nemo_aligner.models.shapes.head import (
     with_head_shape,
 )
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora, read_lora, with_lora
-from nemo_aligner.models.shared_body import Bodies, SharedBody, share_body
+from nemo_aligner.models.shared_body import Bodies, BodyKey, SharedBody, share_body
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.writing import explaining_full_disk
 
@@ -284,12 +284,8 @@ def reward_model_of(
     bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Do what ``load_reward_model`` does, with an archive that is already open; collective."""
-    bodies = {} if bodies is None else bodies
-    fingerprint, contract = body_fingerprint_of(folder), contract_of(folder)
-    key, source = None, None
-    if fingerprint is not None and contract is not None:
-        key = fingerprint, precision or Precision(contract.dtype)
-        source = bodies.get(key)
+    key = None if bodies is None else _find_body_key(folder, precision)
+    source = None if bodies is None or key is None else bodies.get(key)
     loaded = reward_model_without_weights(
         folder,
         layout,
@@ -303,9 +299,17 @@ def reward_model_of(
         load_adapters(loaded.model, folder)
         set_head(loaded.model, read_head(folder))
         share_body(loaded.model, source)
-    if key is not None:
+    if bodies is not None and key is not None:
         bodies.setdefault(key, loaded.model)
     return replace(loaded, body=_count_parameters(folder, source))
+
+
+def _find_body_key(folder: NemoFolder, precision: Precision | None) -> BodyKey | None:
+    """Return the key of an archive's body in ``Bodies``; None if it has no fingerprint."""
+    fingerprint, contract = body_fingerprint_of(folder), contract_of(folder)
+    if fingerprint is None or contract is None:
+        return None
+    return fingerprint, precision or Precision(contract.dtype)
 
 
 def _count_parameters(folder: NemoFolder, source: GPTRewardModel | None) -> SharedBody:

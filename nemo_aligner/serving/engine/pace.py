@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from itertools import accumulate
 
 # The estimate uses this many of the latest calls: enough that a single slow call hardly counts.
@@ -18,8 +19,9 @@ _LEAST_TOKENS = 512
 _LONG = 1 / 16
 
 
+@dataclass
 class CallClock:
-    """Knows when the latest call on the ranks ended; batchers whose calls take turns share it.
+    """The end of the latest call on the ranks, which batchers share whose calls take turns.
 
     A call that waited for another batcher's call then does not count the wait as its own duration.
 
@@ -27,8 +29,7 @@ class CallClock:
         last_end: end of the latest call, in seconds of ``time.monotonic``.
     """
 
-    def __init__(self) -> None:
-        self.last_end = 0.0
+    last_end: float = 0.0
 
 
 class ModelPace:

@@ -26,7 +26,7 @@ from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.bodies import RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
 from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
-from nemo_aligner.serving.front.models import HostedModel, HostedModels, split_path
+from nemo_aligner.serving.front.models import HostedModel, HostedModels
 from nemo_aligner.serving.front.notices import RequestNotices
 from nemo_aligner.serving.front.routes import MODEL_IN_SCOPE, RouteHandler, model_of, respond
 from nemo_aligner.serving.protocols import (
@@ -46,6 +46,7 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     refuse_with_detail,
 )
+from nemo_aligner.serving.protocols.kserve import split_model_path
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.utils.errors import ServingError, one_line, shown
 
@@ -133,7 +134,7 @@ class Front:
         # The prefixes of the model and of NeMo Gym's rollout, in either order, are removed first,
         # because _is_open compares the path without them.
         outer = gym.ROLLOUT_PREFIX.sub("", scope["path"])
-        name, path = split_path(outer)
+        name, path = split_model_path(outer)
         if outer == scope["path"]:
             path = gym.ROLLOUT_PREFIX.sub("", path)
         # HEAD is answered like GET; uvicorn then omits the body.
@@ -189,7 +190,7 @@ class Front:
         """Map the name of each server to why it gives no rewards now, or to None if it does."""
         if not self.is_ready:
             return {}
-        if not self._kserve_of:
+        if not self._routes:
             return {"local": None}  # a critic
         states: dict[str, str | None] = {}
         for model in self.models:
@@ -256,7 +257,7 @@ class Front:
             _add_model_route(app, model_route, self.models, self._config)
 
         async def contract(request: Request) -> Response:
-            scoring = (model_of(request) or self.models.choose(None)).scoring
+            scoring = self.models.choose(None, model_of(request)).scoring
             # Read the contract each time, because a backend of the gateway may have been replaced.
             published = (await scoring.read_contract()).to_dict()
             return respond(HttpAnswer(200, {**published, "model_fingerprint": scoring.fingerprint}))
@@ -309,9 +310,8 @@ class Front:
 
 def _named_path(request: Request) -> str:
     """Return the path of a request as the client sent it, with the prefix ``/models/NAME``."""
-    path: str = request.scope["path"]
-    model = model_of(request)
-    return path if model is None else f"/models/{model.name}{path}"
+    path: str = request.scope.get("root_path", "") + request.scope["path"]
+    return path
 
 
 class _App(FastAPI):

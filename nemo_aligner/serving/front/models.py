@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import ScoringService
 from nemo_aligner.utils.errors import shown
-
-_PREFIX = re.compile(r"/models/(?P<name>[^/]+)(?=/)")
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,3 @@ class HostedModels:
                 FailureKind.unknown_model,
             )
         return self[name]
-
-
-def split_path(path: str) -> tuple[str | None, str]:
-    """Split a path into the model's name (None without ``/models/NAME``) and the route's path."""
-    match = _PREFIX.match(path)
-    return (None, path) if match is None else (match["name"], path[match.end() :])

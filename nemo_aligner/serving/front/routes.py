@@ -54,7 +54,8 @@ class RouteHandler:
 
     async def _answer(self, request: Request, reader: BodyReader) -> tuple[HostedModel, Response]:
         route, body, size = self._route, None, 0
-        model = model_of(request) or self._models.choose(None)
+        of_path = model_of(request)
+        model = self._models.choose(None, of_path)
         try:
             content = await reader.read(request.receive, request.headers)
             size = len(content)
@@ -62,7 +63,7 @@ class RouteHandler:
             if body is None:
                 body = await call_by_size(size, route.parse, content)
             # Bodies keep undeclared fields, so every protocol may name a model.
-            model = self._models.choose(getattr(body, "model", None), model_of(request))
+            model = self._models.choose(getattr(body, "model", None), of_path)
             scored = await self._score(model, route, body, size)
             served = self._describe_model(model, scored)
             response = await call_by_size(size, _respond, route, body, scored, served)

@@ -66,6 +66,7 @@ gets 401 over HTTP and 400 from Triton. The other requests of its batch are not 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -110,6 +111,8 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("steps", bytes, (1,)),
 )
 _ERRORS = "errors"
+# The prefix of all routes of one of several models.
+_MODEL_PATH = re.compile(r"/models/(?P<name>[^/]+)(?=/)")
 OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
@@ -128,6 +131,12 @@ def contract_name(model_name: str) -> str:
     """
     is_main = model_name == MODEL_NAME
     return CONTRACT_MODEL_NAME if is_main else f"{model_name}.{CONTRACT_MODEL_NAME}"
+
+
+def split_model_path(path: str) -> tuple[str | None, str]:
+    """Split a URL's path into the model's name (None without ``/models/NAME/``) and the rest."""
+    match = _MODEL_PATH.match(path)
+    return (None, path) if match is None else (match["name"], path[match.end() :])
 
 
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:

@@ -109,8 +109,7 @@ def _open_4_bits(name: str, values: Tensor, state: Options, tensors: Tensors) ->
     def compute() -> Tensor:
         packed = codes.read().flatten()
         pairs = torch.stack([packed >> 4, packed & 0x0F], 1).flatten()[:count]
-        blocks = pad(values[pairs.int()], (0, -count % block)).view(-1, block)
-        return blocks.mul_(scales()[:, None]).flatten()[:count].view(size)
+        return _scale_blocks(values[pairs.int()], scales(), block).view(size)
 
     return compute_lazily(name, tuple(size), dtype, compute)
 
@@ -130,10 +129,15 @@ def _open_scales(name: str, count: int, state: Options, tensors: Tensors) -> Any
     largest = pop_tensor(tensors, f"{name}.nested_absmax", torch.float32, -(-count // block))
 
     def read_scales() -> Tensor:
-        blocks = pad(table.read()[codes.read().int()], (0, -count % block)).view(-1, block)
-        return blocks.mul_(largest.read()[:, None]).flatten()[:count] + offset
+        return _scale_blocks(table.read()[codes.read().int()], largest.read(), block) + offset
 
     return read_scales
+
+
+def _scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Multiply each block of a flat list of values by its scale; the last may be shorter."""
+    blocks = pad(values, (0, -len(values) % block)).view(-1, block)
+    return blocks.mul_(scales[:, None]).flatten()[: len(values)]
 
 
 def _dequantize_int8(tensors: Tensors, dtype: torch.dtype) -> list[str]:

@@ -151,7 +151,7 @@ def read_format(options: Options, dtype: torch.dtype | None) -> QuantizedFormat:
     weights.choose("type", "float" if is_float else "int", default="int")
     strategies = ["channel", "group", *(["tensor", "block"] if is_float else [])]
     strategy = weights.choose("strategy", *strategies)
-    read = _Weights(
+    stored = _Weights(
         bits=weights.choose("num_bits", *((8,) if is_float else (4, 8))),
         is_symmetric=weights.choose("symmetric", True, *(() if is_float else (False,))),
         strategy=strategy,
@@ -160,9 +160,9 @@ def read_format(options: Options, dtype: torch.dtype | None) -> QuantizedFormat:
         dtype=dtype,
     )
     if is_float:
-        return QuantizedFormat("fp8 (compressed-tensors)", _DTYPES, read.dequantize_floats)
-    kind = f"{read.bits} bits (compressed-tensors)"
-    return QuantizedFormat(kind, _DTYPES, read.dequantize_integers)
+        return QuantizedFormat("fp8 (compressed-tensors)", _DTYPES, stored.dequantize_floats)
+    kind = f"{stored.bits} bits (compressed-tensors)"
+    return QuantizedFormat(kind, _DTYPES, stored.dequantize_integers)
 
 
 def _read_weights(groups: object) -> dict[str, Any]:

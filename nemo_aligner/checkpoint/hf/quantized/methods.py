@@ -83,7 +83,7 @@ def _read_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def with_dequantized(
-    tensors: Mapping[str, LazyTensor], read: QuantizedFormat, config: Mapping[str, Any]
+    tensors: Mapping[str, LazyTensor], quantized: QuantizedFormat, config: Mapping[str, Any]
 ) -> tuple[Tensors, str]:
     """Replace the stored tensors of each quantized weight by one lazy tensor.
 
@@ -95,7 +95,7 @@ def with_dequantized(
             module that the config lists as unquantized, or to no quantized weight.
     """
     plain = dict(tensors)
-    names = read.dequantize(plain)
+    names = quantized.dequantize(plain)
     for option in _SKIPPED:
         _check_skipped(option, config["quantization_config"].get(option), names)
     dtypes = set(safetensors_dtypes().values())
@@ -103,10 +103,10 @@ def with_dequantized(
         if tensor.dtype not in dtypes:
             raise CheckpointError(
                 f"tensor {short(name)}: got {tensor.dtype} without the other tensors of a weight "
-                f"in {read.name}. Download the checkpoint again"
+                f"in {quantized.name}. Download the checkpoint again"
             )
     kinds = sorted({format_of(plain[name].dtype).precision.value for name in names})
-    note = f"dequantised: {len(names)} tensors of {read.name}, to {' and '.join(kinds)}"
+    note = f"dequantised: {len(names)} tensors of {quantized.name}, to {' and '.join(kinds)}"
     return plain, note
 
 

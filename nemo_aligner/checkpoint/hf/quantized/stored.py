@@ -11,14 +11,10 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.store import check_finite
+from nemo_aligner.config.dtypes import named_dtypes
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 WHAT_TO_DO = "Use the checkpoint in the precision in which it was trained"
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 Tensors = dict[str, LazyTensor]
 
@@ -98,7 +94,7 @@ class Options:
 
 def find_dtype(name: object) -> torch.dtype | None:
     """Return the dtype of this name, such as ``"bfloat16"``; None if no weight has it."""
-    return _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    return named_dtypes().get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def pop_tensor(
