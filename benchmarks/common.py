@@ -324,7 +324,7 @@ def matmul_rate() -> float:
     """
     import torch
 
-    from nemo_aligner.cpu.products import linear_in_chunks
+    from nemo_aligner.cpu.matmuls import linear_in_chunks
 
     gpu = torch.cuda.is_available()
     size = 8192 if gpu else 2048

@@ -25,7 +25,7 @@ Job = Mapping[str, Any]
 Row = dict[str, Any]
 _OTHER_PACKAGES = ("flash_attn", "triton", "liger_kernel", "trl", "vllm")
 _COPY_BYTES = 2**30
-_PRODUCTS_NOTE = "a large product, in bf16 on a GPU and in fp32 on a CPU"
+_MATMULS_NOTE = "a large matmul, in bf16 on a GPU and in fp32 on a CPU"
 _FP32_NOTE = "torch's own choice, before the package makes it highest"
 _COPIES_NOTE = "of a GiB from host memory"
 # Model and number of pairs of the comparisons without --model and --data, by device.
@@ -56,9 +56,9 @@ def machine(job: Job) -> Iterator[Row]:
         {"what": name, "found": _read_version(name), "note": ""} for name in _OTHER_PACKAGES
     )
     rate = f"{matmul_rate() / 1e12:.3g} TFLOP/s"
-    yield {"what": "products", "found": rate, "note": _PRODUCTS_NOTE}
+    yield {"what": "matmuls", "found": rate, "note": _MATMULS_NOTE}
     precision = torch.get_float32_matmul_precision()
-    yield {"what": "fp32 products", "found": precision, "note": _FP32_NOTE}
+    yield {"what": "fp32 matmuls", "found": precision, "note": _FP32_NOTE}
     if torch.cuda.is_available():
         for name, pinned in (("pageable", False), ("pinned", True)):
             rate = f"{_measure_copy_rate(pinned) / 1e9:.3g} GB/s"

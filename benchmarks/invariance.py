@@ -65,30 +65,30 @@ def main() -> None:
 
 
 def _take_no_other_rows() -> None:
-    from nemo_aligner.cpu import products
+    from nemo_aligner.cpu import matmuls
 
-    products._has_same_bits = lambda size, weight, bias, rows: size == rows
+    matmuls._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
 # For each setting: the numbers of rows that a matmul may have, which a trial on this GPU has found
-# (``chunk_sizes`` of gpu_products.py). gpu_products.py has one such table, so each setting puts its
+# (``chunk_sizes`` of gpu_matmuls.py). gpu_matmuls.py has one such table, so each setting puts its
 # own there.
 _TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 
 
 def _set_rows(model: Any, setting: Setting) -> None:
     from nemo_aligner.config.model import ROWS_BY_DEVICE
-    from nemo_aligner.distributed import gpu_products
+    from nemo_aligner.distributed import gpu_matmuls
     from nemo_aligner.models.batch_invariance import make_batch_invariant
 
-    gpu_products._TRIED = _TRIED_SIZES.setdefault(setting, {})
+    gpu_matmuls._TRIED = _TRIED_SIZES.setdefault(setting, {})
     if setting == "tried":
         make_batch_invariant(model, ROWS_BY_DEVICE)
         return
     assert not isinstance(setting, str)
-    sizes, gpu_products._SIZES = gpu_products._SIZES, ()
+    sizes, gpu_matmuls._SIZES = gpu_matmuls._SIZES, ()
     make_batch_invariant(model, setting)
-    gpu_products._SIZES = sizes
+    gpu_matmuls._SIZES = sizes
 
 
 def _describe_tried_sizes() -> dict[str, str]:

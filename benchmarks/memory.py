@@ -5,7 +5,7 @@
 One process on the CPU trains all weights in fp32 and saves every 100 steps. "In use" is what malloc
 has handed out: the peak since the previous line, sampled ten times a second, and the value between
 steps. "Resident" is what the system counts. "Gaps" is the resident memory beyond the peak in use
-and beyond libraries. With ``--skip-products`` matmuls return constants, which makes a step four
+and beyond libraries. With ``--skip-matmuls`` matmuls return constants, which makes a step four
 times as fast: memory is the same but for buffers inside the matmul library.
 """
 
@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=work) as folder:
         job = {
             "settings": _make_settings(arguments, nemo, Path(folder)),
-            "skip_products": arguments.skip_products,
+            "skip_matmuls": arguments.skip_matmuls,
         }
         rows: Any = run_worker("memory.py", "run", job, threads=1)
     print(render(table(rows, arguments.save_interval)))
@@ -55,7 +55,7 @@ def _make_settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> l
         f"trainer.rm.max_steps={arguments.steps}",
         f"trainer.rm.save_interval={arguments.save_interval}",
         "trainer.rm.val_check_interval=null",
-        # With --skip-products gradients are meaningless, and a larger rate could end the run.
+        # With --skip-matmuls gradients are meaningless, and a larger rate could end the run.
         "model.optim.lr=1e-7",
         "trainer.precision=fp32",
     ]
@@ -119,7 +119,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=1280)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument(
-        "--skip-products", action="store_true", help="replace matmuls by constants, to save time"
+        "--skip-matmuls", action="store_true", help="replace matmuls by constants, to save time"
     )
     parser.add_argument(
         "--work", help="folder that keeps the converted model; default: a temporary one"
@@ -155,9 +155,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         folder = open_run_folder(prepared)
         state, checkpoints = resume(folder, config, learner), folder.checkpoints
         memory.note("the save's copy")
-        if job["skip_products"]:
+        if job["skip_matmuls"]:
             for name in ("train_step", "validate"):
-                setattr(learner, name, _replace_products(getattr(learner, name)))
+                setattr(learner, name, _replace_matmuls(getattr(learner, name)))
         trainer = SupervisedTrainer(
             learner, config, total_steps, state, checkpoints, memory, SignalHandler(), world.device
         )
@@ -188,7 +188,7 @@ class Memory:
         It has the resident memory, the memory that malloc has handed out, and the peak since the
         previous row. ``more`` are further columns.
         """
-        from nemo_aligner.cpu.products import resident_bytes
+        from nemo_aligner.cpu.matmuls import resident_bytes
 
         in_use, resident = self._count(), resident_bytes() / 2**20
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -227,7 +227,7 @@ def _make_malloc_counter() -> Callable[[], float]:
     return count
 
 
-def _replace_products(function: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_matmuls(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function`` so that all matmuls in it return constants in tensors of the right size.
 
     Steps take less time, and memory stays the same.

@@ -8,7 +8,7 @@ the file; and a group of 16 replies of about 200 tokens to one prompt of 1,024, 
 transformers gets padded batches of ``--batch`` sequences, sorted by length or in the order of the
 file. Both sides run in fp32 on the CPU, in bf16 on a GPU. "real tokens" are those of the sequences,
 without padding, and count as often as they are sent. Both sides score each work in turns; ``ours is
-faster by`` is the median over the turns of the ratio of times. ``products alone`` is the speed of
+faster by`` is the median over the turns of the ratio of times. ``matmuls alone`` is the speed of
 only the matmuls for the tokens that we compute (a shared prefix is computed once). transformers
 runs in a process of its own: where it dies, for example for lack of memory, a dash replaces its
 figures. ``--rows`` and ``--cuda-graphs`` add scorers with other settings, each with its own copy of
@@ -44,7 +44,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import OurScorer, Products, Work, add_work_options, make_works, our_scorer
+from scoring_work import Matmuls, OurScorer, Work, add_work_options, make_works, our_scorer
 
 _DIFFERENCE, _FASTER = "largest |difference|", "ours is faster by"
 
@@ -75,7 +75,7 @@ def main() -> None:
             load = partial(our_scorer, nemo, precision, layout, freeze=True, settings=settings)
             scorers.add(name, load)
         ours = scorers.usual
-        products = None if gpu else Products(ours.model)
+        matmuls = None if gpu else Matmuls(ours.model)
         head = work / "head.npy"
         np.save(head, ours.head)
         job = {"hf": str(hf), "head": str(head)}
@@ -84,7 +84,7 @@ def main() -> None:
         about = {"machine": machine(), "model": str(arguments.model), "precision": precision.value}
         for scoring_work in make_works(arguments.data, arguments.pairs, ours):
             rows += _compare_work(
-                scoring_work, scorers, products, peer, arguments.batch, arguments.turns
+                scoring_work, scorers, matmuls, peer, arguments.batch, arguments.turns
             )
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
@@ -206,7 +206,7 @@ class _Peer:
 def _compare_work(
     work: Work,
     scorers: _Scorers,
-    products: Products | None,
+    matmuls: Matmuls | None,
     peer: _Peer,
     batches: Sequence[int],
     turns: int,
@@ -236,22 +236,22 @@ def _compare_work(
             )
             difference = max(difference, largest)
     is_whole = len(their_seconds) == turns
-    products_speed = None
-    if products is not None:
-        products_speed = len(work.token_lists) / products.seconds(
+    matmul_speed = None
+    if matmuls is not None:
+        matmul_speed = len(work.token_lists) / matmuls.seconds(
             (scorers.usual.computed() - computed_before) // turns
         )
     rows = []
     for name, seconds in our_seconds.items():
         ratio = median_of_ratios(seconds, their_seconds) if is_whole else None
         speed = _speed_columns(work, "nemo_aligner", name, seconds)
-        rows.append({**speed, "products alone": products_speed, _DIFFERENCE: "", _FASTER: ratio})
+        rows.append({**speed, "matmuls alone": matmul_speed, _DIFFERENCE: "", _FASTER: ratio})
     batched = f"batch {batch}" if peer.has_batches else ""
     theirs = _speed_columns(work, peer.name, batched, their_seconds if is_whole else [])
     largest_difference = difference if is_whole else None
     return [
         *rows,
-        {**theirs, "products alone": "", _DIFFERENCE: largest_difference, _FASTER: ""},
+        {**theirs, "matmuls alone": "", _DIFFERENCE: largest_difference, _FASTER: ""},
     ]
 
 

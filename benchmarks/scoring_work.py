@@ -59,7 +59,7 @@ class OurScorer:
         return self.model.rm_head.weight.detach().cpu().numpy()
 
 
-class Products:
+class Matmuls:
     """Times only the matmuls of a model, as a bound on the speed of scoring.
 
     The matmuls use the same weight layout and threads as scoring.
@@ -69,7 +69,7 @@ class Products:
         """Draw random weights with the shapes of ``model`` in ``dtype`` (default fp32)."""
         import torch
 
-        from nemo_aligner.cpu.products import linear_in_chunks, reordered_for_products
+        from nemo_aligner.cpu.matmuls import linear_in_chunks, reordered_for_matmuls
         from nemo_aligner.models.layers import ColumnLinear, RowLinear
 
         linear = (ColumnLinear, RowLinear)
@@ -81,7 +81,7 @@ class Products:
         # faster than those of the model.
         self._dtype = dtype or torch.float32
         drawn = (torch.randn(shape, dtype=self._dtype) for shape in shapes)
-        self._weights = [reordered_for_products(weight) for weight in drawn]
+        self._weights = [reordered_for_matmuls(weight) for weight in drawn]
         self._widths = {width for _, width in shapes}
         self._multiply = linear_in_chunks
         self._seconds: dict[int, float] = {}

@@ -14,7 +14,7 @@ request once it has its answer. Kinds of work:
 - ``pairs``: both replies of pairs from ``--data``, one after the other
 - ``shared``: replies of 100 tokens, one by one, to a prompt of 512 that the server has seen before
 
-No turn repeats a sequence of an earlier turn. ``products alone`` is the speed of only the matmuls
+No turn repeats a sequence of an earlier turn. ``matmuls alone`` is the speed of only the matmuls
 for the tokens that no earlier sequence shares as a prefix, one sequence at a time, with as many
 threads. ``itself ms`` is the latency at one client minus the time of the forward pass. vLLM runs
 without its prefix cache, in ``shared`` with it, and in ``pairs`` both ways. If vLLM is not given,
@@ -46,7 +46,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import SMALLEST_BUDGET, Products
+from scoring_work import SMALLEST_BUDGET, Matmuls
 from serving_model import export, prepare_reward_model
 from serving_servers import (
     SEQ_LENGTH,
@@ -95,7 +95,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
     reward_model = prepare_reward_model(arguments.model, work)
     pairs, vocabulary = _open_pairs(arguments.data, reward_model)
     checked = pairs.take(CHECKED)
-    rewards, products = _score_in_process(reward_model, arguments, checked)
+    rewards, matmuls = _score_in_process(reward_model, arguments, checked)
     clients = Clients()
     recipes = _make_recipes(arguments, reward_model, work)
     contestants = Contestants(recipes, work, clients, arguments.rest)
@@ -108,9 +108,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
         names = list(dict.fromkeys(name for work_kind in works for name in work_kind.servers))
         differences = _measure_differences(contestants, names, checked, rewards, arguments)
         for work_kind in works:
-            rows += _compare_work(
-                work_kind, contestants, products, arguments.turns, arguments.limit
-            )
+            rows += _compare_work(work_kind, contestants, matmuls, arguments.turns, arguments.limit)
             print(f"\n{render(rows)}", flush=True)
     finally:
         contestants.close()
@@ -133,7 +131,7 @@ def _open_pairs(data: Path, reward_model: Path) -> tuple[Pairs, int]:
 
 def _score_in_process(
     reward_model: Path, arguments: argparse.Namespace, token_lists: list[list[int]]
-) -> tuple[np.ndarray, Products]:
+) -> tuple[np.ndarray, Matmuls]:
     """Score N sequences in this process, to compare the servers with.
 
     Returns:
@@ -155,9 +153,9 @@ def _score_in_process(
         model, rule = loaded.model.eval(), loaded.contract
         scorer = RewardScorer(model, rule, loaded.tokenizer, layout, SMALLEST_BUDGET)
         rewards = scorer.score_token_lists(token_lists)[:, 0]
-        products = Products(model, torch_dtype(Precision(arguments.precision)))
+        matmuls = Matmuls(model, torch_dtype(Precision(arguments.precision)))
         destroy_layout()
-    return rewards, products
+    return rewards, matmuls
 
 
 def _make_recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
@@ -229,7 +227,7 @@ def _measure_differences(
 
 
 def _compare_work(
-    work: Work, contestants: Contestants, products: Products, turns: int, limit: float
+    work: Work, contestants: Contestants, matmuls: Matmuls, turns: int, limit: float
 ) -> list[dict[str, Any]]:
     loads: dict[str, list[Load]] = {name: [] for name in work.servers}
     drawn = []
@@ -242,18 +240,18 @@ def _compare_work(
             load = contestants.ask(name, requests.token_lists, work.clients, limit)
             if load is not None:
                 loads[name].append(load)
-    products_speed = median(
-        len(requests.token_lists) / sum(map(products.seconds, requests.new_tokens))
+    matmul_speed = median(
+        len(requests.token_lists) / sum(map(matmuls.seconds, requests.new_tokens))
         for requests in drawn
     )
-    return make_rows(work, drawn, loads, products_speed)
+    return make_rows(work, drawn, loads, matmul_speed)
 
 
 def make_rows(
     work: Work,
     drawn: Sequence[Requests],
     loads: Mapping[str, Sequence[Load]],
-    products_speed: float,
+    matmul_speed: float,
 ) -> list[dict[str, Any]]:
     """Make a row of the table for each server that gets this kind of work.
 
@@ -262,7 +260,7 @@ def make_rows(
     Args:
         drawn: the requests of each turn.
         loads: results of each server, one for each turn.
-        products_speed: speed of the matmuls alone.
+        matmul_speed: speed of the matmuls alone.
     """
     ours = [load.seconds for load in loads[OURS]]
     rows = []
@@ -279,7 +277,7 @@ def make_rows(
                 "itself ms": _own_milliseconds(answered)
                 if work.clients == 1 and name in OUR_SERVERS
                 else "",
-                "products alone": products_speed if name == OURS else "",
+                "matmuls alone": matmul_speed if name == OURS else "",
                 "ours is faster by": "" if name == OURS else ratio,
             }
         )

@@ -34,7 +34,7 @@ from nemo_aligner.config.model import (
     PointwiseChoice,
     Recompute,
 )
-from nemo_aligner.cpu.products import resident_bytes
+from nemo_aligner.cpu.matmuls import resident_bytes
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences

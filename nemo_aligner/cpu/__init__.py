@@ -1,12 +1,12 @@
 """Everything that runs megatron-core on a CPU, and makes it fast.
 
 A reader who is interested only in GPUs may skip this package. Runs on GPUs use only three parts of
-``products.py``: its malloc settings, its test matrices whose products cancel, and the installation
+``matmuls.py``: its malloc settings, its test matrices whose products cancel, and the installation
 of weight gradients in megatron-core. The functions here take tensors and numbers, and do not depend
 on the rest of ``nemo_aligner``'s model code.
 
 ``backend.py`` makes megatron-core use the CPU when its modules are imported, with gloo in place of
-NCCL. ``products.py`` gives large matmuls to oneDNN, keeps batch-invariant ones in a fixed order,
+NCCL. ``matmuls.py`` gives large matmuls to oneDNN, keeps batch-invariant ones in a fixed order,
 and manages the memory that malloc keeps. ``kernels.py`` compiles ``kernels.c``: attention, norms,
 RoPE and SwiGLU for scoring, which ``models`` calls. ``kernel_delta.py`` does the same for linear
 attention by ``gated_delta.c``; both C files share ``vectors.h``.

@@ -127,7 +127,7 @@ def _disable_jit(jit: Any) -> None:
 
 def _adjust_linear_layers(layers: Any) -> None:
     # Imported late, because it imports torch. By now megatron-core has imported torch anyway.
-    from nemo_aligner.cpu.products import (
+    from nemo_aligner.cpu.matmuls import (
         accumulate_weight_gradients,
         add_weight_gradient,
         multiply_by_onednn,

@@ -242,11 +242,16 @@ def _make_hashed_index(
         content = hasher.submit(content_digest, path)
         index = make_index(path, rules, arrays, processes, show)
         index.content_digest = content.result()
-    if FileStat.of(path) != stat:
-        raise DataError(
-            f"{path}: the file changed while it was tokenized. Start again when it is complete"
-        )
+    check_unchanged(path, stat, "tokenized")
     return index
+
+
+def check_unchanged(path: str, previous: FileStat, action: str) -> None:
+    """Raise DataError if a file is no longer as at ``previous``, before the ``action``."""
+    if FileStat.of(path) != previous:
+        raise DataError(
+            f"{path}: the file changed while it was {action}. Start again when it is complete"
+        )
 
 
 def _write_facts(folder: Path, header: dict[str, Any]) -> None:

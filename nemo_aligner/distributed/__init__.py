@@ -5,7 +5,7 @@
 ``one_rank.py``      a backend for process groups of one rank, which need no communicator
 ``layout.py``        sizes of the tensor, context, pipeline, data and expert parallel groups
 ``collectives.py``   collectives on Python objects and flags, the device, and pipeline messages
-``gpu_products.py``  batch-invariant linear layers and weight gradients on a GPU
+``gpu_matmuls.py``  batch-invariant linear layers and weight gradients on a GPU
 
 Importing this package prepares the process: it sets CUDA's environment variables, hides known
 warnings of libraries, and installs ``cpu/backend.py``, which runs megatron-core without CUDA. This

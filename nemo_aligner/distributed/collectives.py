@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from nemo_aligner.cpu.products import multiplies_bf16
+from nemo_aligner.cpu.matmuls import multiplies_bf16
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import find_process, is_main
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from nemo_aligner.cpu.products import keep_freed_memory, return_freed_memory
+from nemo_aligner.cpu.matmuls import keep_freed_memory, return_freed_memory
 from nemo_aligner.distributed.layout import destroy_layout
 from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short

@@ -36,7 +36,7 @@ from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.label_summary import SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
-from nemo_aligner.data.token_cache import content_digest
+from nemo_aligner.data.token_cache import FileStat, check_unchanged, content_digest
 from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
@@ -95,6 +95,7 @@ def label_file(options: Labelling) -> None:
     if Path(path).resolve() == options.output.resolve():
         raise ConfigError(f"output: {options.output} is the file to label. Name another")
     reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
+    previous = FileStat.of(path)
     file = read_records(path, reading, with_lines=True)
     rows = _read_rows(file, reading)
     if options.keep_confident is not None:
@@ -102,6 +103,7 @@ def label_file(options: Labelling) -> None:
     if options.pseudo_labels:
         _check_orderable(file)
     digest = content_digest(path)
+    check_unchanged(path, previous, "read")
     with ExitStack() as stack:
         layout = None
         if any(not is_url(teacher) for teacher in options.teachers):

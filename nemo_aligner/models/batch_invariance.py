@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.config.model import ROWS_BY_DEVICE
-from nemo_aligner.cpu.products import (
+from nemo_aligner.cpu.matmuls import (
     BATCH_INVARIANT_ROWS,
-    reordered_for_products,
+    reordered_for_matmuls,
     try_all_sizes,
 )
-from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed import gpu_matmuls
 from nemo_aligner.distributed.collectives import max_over_model_ranks
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.gemma4 import PerLayerEmbedding
@@ -53,7 +53,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
         # With TransformerEngine's layers no other chunk sizes are tried, so short packs are padded
         # to one chunk.
         has_trial = is_on_gpu and not engine
-        rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
+        rows = gpu_matmuls.default_rows() if has_trial else BATCH_INVARIANT_ROWS
     if rows is not None and engine and model.config.sequence_parallel:
         if is_main():
             logger.warning(
@@ -88,9 +88,9 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     ranks of the model.
     """
     for weight, bias in _list_matmuls(model):
-        gpu_products.chunk_sizes(weight, bias, rows)
+        gpu_matmuls.chunk_sizes(weight, bias, rows)
     layers = _invariant_layers(model)
-    smallest = [min(gpu_products.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
+    smallest = [min(gpu_matmuls.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
     # TransformerEngine's layers are not in the list, as they have a single chunk size. The maximum
     # is used because all ranks of the model have to make the same packs.
     return max_over_model_ranks(max(smallest, default=rows))
@@ -119,13 +119,13 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
     """
     for layer in _invariant_layers(model):
         if isinstance(layer, QuantizedLayer):
-            use_dense_layer(layer, reordered_for_products)
+            use_dense_layer(layer, reordered_for_matmuls)
             continue
-        weight = reordered_for_products(layer.weight.detach())
+        weight = reordered_for_matmuls(layer.weight.detach())
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def try_all_products(model: GPTRewardModel) -> None:
+def try_all_matmuls(model: GPTRewardModel) -> None:
     """Try now, on a CPU, which chunk sizes give bit-identical results, so that no request waits."""
     for layer in _invariant_layers(model):
         try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_aligner.cpu import kernels
-from nemo_aligner.cpu.products import MOST_ROWS
+from nemo_aligner.cpu.matmuls import MOST_ROWS
 from nemo_aligner.models.attention.packed import Norms, norm_joined
 from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.cpu.products import add_weight_gradient, linear_on_cpu
+from nemo_aligner.cpu.matmuls import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_rows import AddBiases, Exchange, RowCounts
 from nemo_aligner.models.layers import free_weight, invariant_linear, rows_now, sum_partial
 from nemo_aligner.models.router import Router, count_choices
@@ -222,7 +222,7 @@ class ExpertMLP(MegatronModule):
         self.linear_fc1 = ExpertLinear(config, size, count, len(size) - 1, has_bias=has_biases)
         self.activation_func = activation(config=config)
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count, has_bias=has_biases)
-        if getattr(config, "frees_experts", False):
+        if getattr(config, "frees_expert_weights", False):
             free_weight(self.linear_fc1)
             free_weight(self.linear_fc2)
 

@@ -14,8 +14,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from nemo_aligner.cpu.products import accumulate_weight_gradients
-from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
+from nemo_aligner.cpu.matmuls import accumulate_weight_gradients
+from nemo_aligner.distributed.gpu_matmuls import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.shapes.rope import RopeScaling
 
 # The private operators that torch's public module torch.nn.attention.varlen calls. That module

@@ -28,8 +28,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_aligner.cpu import kernels
-from nemo_aligner.cpu.products import invariant_linear_on_cpu
-from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
+from nemo_aligner.cpu.matmuls import invariant_linear_on_cpu
+from nemo_aligner.distributed.gpu_matmuls import invariant_linear_on_gpu
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shapes.lora import LORA_A, LORA_B
 
@@ -173,7 +173,7 @@ class RowLinear(RowParallelLinear):
 
 
 def _free_if_replaced(layer: Any) -> None:
-    if getattr(layer.config, "frees_weights", False):
+    if getattr(layer.config, "frees_linear_weights", False):
         free_weight(layer)
 
 

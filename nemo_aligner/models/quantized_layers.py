@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.config.model import BasePrecision
-from nemo_aligner.cpu.products import linear_on_cpu
+from nemo_aligner.cpu.matmuls import linear_on_cpu
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, rows_now
 from nemo_aligner.models.quantized import QuantizedWeight, pack, quantize
 

@@ -23,10 +23,10 @@ from nemo_aligner.batch.cache_use import NO_STATES, StateUse
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import PointwiseChoice, Recompute
-from nemo_aligner.cpu.products import (
+from nemo_aligner.cpu.matmuls import (
     row_multiple,
 )
-from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed import gpu_matmuls
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.backends import slow_attention, why_gathered
 from nemo_aligner.models.attention.packed import PackedAttention
@@ -328,7 +328,7 @@ class GPTRewardModel(GPTModel):
         if self.training:
             return ranks
         if self.smallest_chunk is not None:
-            return ranks * gpu_products.row_multiple(count // ranks, self.smallest_chunk)
+            return ranks * gpu_matmuls.row_multiple(count // ranks, self.smallest_chunk)
         return ranks * row_multiple(count // ranks)
 
     def new_key_value_pool(self, slots: int, states: int = 0) -> KeyValuePool:
@@ -446,7 +446,8 @@ def build_reward_model(
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
     is_quantized = shape.lora is not None and shape.lora.base_precision is not None
-    config.frees_weights, config.frees_experts = is_quantized or frees_body, frees_body
+    config.frees_linear_weights = is_quantized or frees_body
+    config.frees_expert_weights = frees_body
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)

@@ -14,13 +14,14 @@ _FIRST_GUESS = 100.0  # scoring speed in rows/s, assumed until the first request
 class BackpressureLimit:
     """Rejects requests that would put more than ``max_rows`` rows in flight.
 
-    ``key`` is the name of the setting that has the limit; error messages show it. The class needs
-    no lock, because all calls come from one event loop.
+    Error messages name ``key``, the setting that has the limit, and ``model``, because each model
+    of a server has its own queue. The class needs no lock, because all calls come from one event
+    loop.
     """
 
-    def __init__(self, max_rows: int, key: str) -> None:
+    def __init__(self, max_rows: int, key: str, model: str) -> None:
         self.rows_in_flight = 0
-        self._max_rows, self._key = max_rows, key
+        self._max_rows, self._key, self._model = max_rows, key, model
         self._rows_per_second = _FIRST_GUESS
 
     @contextmanager
@@ -37,8 +38,9 @@ class BackpressureLimit:
         if self.rows_in_flight and self.rows_in_flight + rows > self._max_rows:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
             raise RequestError(
-                f"the queue is full: {self.rows_in_flight} rows are in flight, this request has "
-                f"{rows} more, and {self._key} allows {self._max_rows}; retry after {seconds} s",
+                f"the queue of {self._model} is full: {self.rows_in_flight} rows are in flight, "
+                f"this request has {rows} more, and {self._key} allows {self._max_rows}; retry "
+                f"after {seconds} s",
                 FailureKind.busy,
                 seconds,
             )

@@ -19,7 +19,7 @@ from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.text_encoder import TextEncoder
-from nemo_aligner.cpu.products import resident_bytes
+from nemo_aligner.cpu.matmuls import resident_bytes
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
 from nemo_aligner.serving.backpressure import BackpressureLimit
@@ -73,7 +73,9 @@ class CriticService:
         self._saved_step = run.learner.step  # all steps so far are in the checkpoint
         self._contract = run.contract
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
-        self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
+        self._limit = BackpressureLimit(
+            config.server.max_queue_rows, "server.max_queue_rows", "the critic"
+        )
         self._batcher = Batcher(
             partial(ranks.submit, VALUES),
             run.learner.tokens_per_call,

@@ -76,7 +76,9 @@ class ScoringService(ABC):
         self.fingerprint: str | None = None
         self.recent = RecentRewards(config.drift_rows)
         self._completes_turns = config.complete_turns
-        self._limit = BackpressureLimit(config.max_queue_rows, f"{config.section}.max_queue_rows")
+        self._limit = BackpressureLimit(
+            config.max_queue_rows, f"{config.section}.max_queue_rows", model_name
+        )
         self._announced_turn_end = False
         self._reward_log = RewardLog.of(config)
 

@@ -19,7 +19,7 @@ import torch
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import MonitorMode, TrainConfig
-from nemo_aligner.cpu.products import FreedMemory
+from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.collectives import (
     agree,
     agree_on,

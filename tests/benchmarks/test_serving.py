@@ -210,7 +210,7 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
     rows = serving.make_rows(
         both, drawn, {serving.OURS: loads(1, 2, 1), serving.VLLM_COLD: loads(2, 2, 3)}, 4.0
     )
-    names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "products alone")
+    names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "matmuls alone")
     assert [[row[name] for name in (*names, "ours is faster by")] for row in rows] == [
         ["nemo_aligner", 2.0, 40, 0.5, pytest.approx(1.0, abs=0.1), 4.0, ""],
         ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), "", 2.0],

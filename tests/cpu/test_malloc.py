@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cpu import products
-from nemo_aligner.cpu.products import FreedMemory, give_back_gaps, resident_bytes
+from nemo_aligner.cpu import matmuls
+from nemo_aligner.cpu.matmuls import FreedMemory, give_back_gaps, resident_bytes
 from tests.harness.launching import run_code
 
 needs_glibc = pytest.mark.skipif(
@@ -19,7 +19,7 @@ needs_glibc = pytest.mark.skipif(
 # freed never fits again. Those that stay are never written to, so they take next to nothing.
 _STEPS_OF_OTHER_SIZES = """
 import ctypes, sys
-from nemo_aligner.cpu.products import FreedMemory, keep_freed_memory, resident_bytes
+from nemo_aligner.cpu.matmuls import FreedMemory, keep_freed_memory, resident_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -74,8 +74,8 @@ def test_gaps_given_back_leave_what_is_in_use_as_it_was() -> None:
 def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is resident at the end of each step to come."""
     steps: list[int] = []
-    monkeypatch.setattr(products, "resident_bytes", lambda: steps.pop(0))
-    monkeypatch.setattr(products, "give_back_gaps", lambda: True)
+    monkeypatch.setattr(matmuls, "resident_bytes", lambda: steps.pop(0))
+    monkeypatch.setattr(matmuls, "give_back_gaps", lambda: True)
     return steps
 
 
@@ -112,7 +112,7 @@ def test_heap_in_huge_pages_holds_what_it_held() -> None:
     done = run_code(
         """
 import re
-from nemo_aligner.cpu.products import keep_freed_memory, use_huge_pages
+from nemo_aligner.cpu.matmuls import keep_freed_memory, use_huge_pages
 
 keep_freed_memory()
 kept = [bytes([value]) * 2**22 for value in range(10)]

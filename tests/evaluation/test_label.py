@@ -18,7 +18,7 @@ from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.cli.main import main
 from nemo_aligner.data import files
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import ReaderConfig, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.token_cache import content_digest
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
@@ -281,3 +281,22 @@ def test_what_cannot_be_labelled_is_rejected(
     output = () if "--output=bad.jsonl" in options else ("--output=out.jsonl",)
     assert main(["data", "label", "bad.jsonl", "--model=no.nemo", *output, *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_file_that_changes_while_it_is_read_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its labels would not belong to the content whose digest is recorded."""
+    source = tmp_path / "pairs.jsonl"
+    write(source, PAIR)
+
+    def read_and_append(*args: Any, **options: Any) -> RecordFile:
+        file = read_records(*args, **options)
+        source.write_text(source.read_text() * 2)
+        return file
+
+    monkeypatch.setattr(label, "read_records", read_and_append)
+    output = tmp_path / "out.jsonl"
+    assert main(["data", "label", str(source), "--model=no.nemo", f"--output={output}"]) == 1
+    assert f"{source}: the file changed while it was read. Start again" in capsys.readouterr().err
+    assert not output.exists()

@@ -123,7 +123,7 @@ def in_fp64() -> Iterator[None]:
         patch.object(torch, "float", torch.float64),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         # oneDNN has no matmuls in fp64.
-        patch("nemo_aligner.cpu.products._product", torch.nn.functional.linear),
+        patch("nemo_aligner.cpu.matmuls._matmul", torch.nn.functional.linear),
     ):
         yield
 

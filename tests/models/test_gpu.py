@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
+from nemo_aligner.distributed.gpu_matmuls import chunk_sizes, invariant_linear_on_gpu
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.backends import BACKENDS, Backend
 from nemo_aligner.models.delta_choice import try_kernel
@@ -102,8 +102,8 @@ def test_cuda_graphs_give_the_same_rewards_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_have_the_same_bits_for_a_row_in_any_number_of_rows(dtype: torch.dtype) -> None:
-    """Of a decoder's shapes, of a LoRA adapter's and of a head's; see ``gpu_products``."""
+def test_matmuls_have_the_same_bits_for_a_row_in_any_number_of_rows(dtype: torch.dtype) -> None:
+    """Of a decoder's shapes, of a LoRA adapter's and of a head's; see ``gpu_matmuls``."""
     torch.manual_seed(0)
     kind = {"device": "cuda", "dtype": dtype}
     for outputs, inputs in ((3072, 2048), (2048, 5632), (16, 2048), (2048, 16), (1, 2048)):

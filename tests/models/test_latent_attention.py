@@ -18,7 +18,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.cpu.products import BATCH_INVARIANT_ROWS
+from nemo_aligner.cpu.matmuls import BATCH_INVARIANT_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.latent_attention import LatentAttention

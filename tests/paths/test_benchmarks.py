@@ -127,7 +127,7 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
-    few = ("--steps=4", "--save-interval=2", "--skip-products")
+    few = ("--steps=4", "--save-interval=2", "--skip-matmuls")
     rows = run_benchmark("benchmarks/memory.py", folder, *few)[1]["rows"]
     starts = ["libraries", "model and optimizer", "the save's copy"]
     assert [row["when"] for row in rows] == [*starts, *(f"step {step}" for step in range(1, 5))]

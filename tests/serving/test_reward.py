@@ -276,7 +276,7 @@ def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
     assert rewards(answers[0]) == [195, 99]
     assert rewards(answers[1]) == [1]
     wanted = (
-        "the queue is full: 3 rows are in flight, this request has 2 more, and "
+        "the queue of reward_model is full: 3 rows are in flight, this request has 2 more, and "
         "server.max_queue_rows allows 3; retry after 1 s"
     )
     assert isinstance(answers[2], Failure)

@@ -154,7 +154,9 @@ def test_server_that_is_full_says_when_to_come_again_and_a_stop_answers_what_is_
     ):
         status, answer = server.post({"inputs": [json_request("sentences", "BYTES", [["a"]] * 2)]})
         assert status == 503
-        assert answer["error"].startswith("the queue is full: 1 rows are in flight, ")
+        assert answer["error"].startswith(
+            "the queue of reward_model is full: 1 rows are in flight, "
+        )
         assert answer["error"].endswith("retry after 1 s")
         with RewardClient(server.url) as client:  # which answers
             assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.cli import main as cli
-from nemo_aligner.cpu import products
+from nemo_aligner.cpu import matmuls
 from nemo_aligner.data.formats import FORMATS
 from tests.data.ranked_format import FORMAT
 from tests.harness.launching import HOST
@@ -76,8 +76,8 @@ def wait(pid: int, failed: Path) -> int:
 def do(job: dict[str, Any], rank: str) -> int:
     FORMATS[FORMAT.name] = FORMAT
     if job["by_onednn"]:
-        products.is_slow_with_mkl = lambda: True  # type: ignore[assignment]
-        products._LARGE = products._FEWEST = 0
+        matmuls.is_slow_with_mkl = lambda: True  # type: ignore[assignment]
+        matmuls._LARGE = matmuls._FEWEST = 0
     if job["accident"]:
         accident, target, text, nth, on_rank, writes = job["accident"]
         decide_when_written(writes)

@@ -13,7 +13,7 @@ from nemo_aligner.checkpoint import run
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig, TrainerConfig
-from nemo_aligner.cpu.products import FreedMemory
+from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.training.signals import SignalHandler

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.cpu.products import FreedMemory
+from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.collectives import wait_for_device
 from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.utils.errors import AlignerError, ServingError, first_line, one_line

@@ -35,14 +35,14 @@ from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.cpu.products import use_huge_pages
+from nemo_aligner.cpu.matmuls import use_huge_pages
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool
 from nemo_aligner.models.batch_invariance import (
     freeze_for_scoring,
     make_batch_invariant,
-    try_all_products,
+    try_all_matmuls,
 )
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shared_body import Bodies, SharedBody
@@ -192,7 +192,7 @@ class RewardScorer:
             ServingError: a reward is not finite, so rewards of samples would not be finite either.
                 It is raised on every rank.
         """
-        try_all_products(self.model)
+        try_all_matmuls(self.model)
         if self._pool is not None:
             self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _LONG_SAMPLE)):

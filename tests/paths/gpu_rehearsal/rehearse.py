@@ -66,7 +66,7 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
         destroy_layout()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    watch.settings["fp32 products"] = torch.get_float32_matmul_precision()
+    watch.settings["fp32 matmuls"] = torch.get_float32_matmul_precision()
     phases = {name: vars(seen) for name, seen in watch.phases.items()}
     return {"phases": phases, "settings": dict(watch.settings), **result}
 

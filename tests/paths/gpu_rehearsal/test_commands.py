@@ -157,7 +157,7 @@ def commands(seen: dict[str, Seen]) -> dict[str, Seen]:
 
 def test_rehearsed_commands_wait_only_where_a_decision_needs_it(seen: dict[str, Seen]) -> None:
     # A single rank creates no communicators.
-    settings = {"backend": "one_rank", "device_id": "None", "fp32 products": "highest"}
+    settings = {"backend": "one_rank", "device_id": "None", "fp32 matmuls": "highest"}
     for name, of_it in commands(seen).items():
         assert unexpected(of_it, DECISIONS) == [], name
         # A timed block ends with its work finished: the update is part of its step.

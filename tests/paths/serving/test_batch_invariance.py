@@ -17,7 +17,7 @@ from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.cpu import kernel_attention, products
+from nemo_aligner.cpu import kernel_attention, matmuls
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import packed
 from nemo_aligner.models.attention.backends import BACKENDS
@@ -229,16 +229,16 @@ def test_rewards_by_products_that_depend_on_their_rows(
     short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulate matmuls of other processors, and show that this test would notice them."""
-    product = products._any_product
+    product = matmuls._any_matmul
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(rows, weight, bias) * (1 + 2**-20 * (rows.size(0) % 96))
 
-    monkeypatch.setattr(products, "_any_product", by_company)
-    monkeypatch.setattr(products, "_TRIED", {})
+    monkeypatch.setattr(matmuls, "_any_matmul", by_company)
+    monkeypatch.setattr(matmuls, "_TRIED", {})
     assert few_changed(short, layout) == 0
-    monkeypatch.setattr(products, "_TRIED", {})
-    monkeypatch.setattr(products, "_has_same_bits", lambda *unused: True)
+    monkeypatch.setattr(matmuls, "_TRIED", {})
+    monkeypatch.setattr(matmuls, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
 

@@ -285,11 +285,13 @@ def test_call_with_a_wrong_number_of_arrays_is_an_error_of_its_requests() -> Non
 
 
 def test_request_without_rows_tells_nothing_about_the_rate_of_a_full_queue() -> None:
-    limit = BackpressureLimit(4, "server.max_queue_rows")
+    limit = BackpressureLimit(4, "server.max_queue_rows", "harmless")
     with limit.admit(0):
         pass
     with limit.admit(4):
-        full = pytest.raises(RequestError, match=r"4 rows are.* allows 4; retry after 1 s")
+        full = pytest.raises(
+            RequestError, match=r"of harmless is full: 4 rows are.* allows 4; retry after 1 s"
+        )
         with full as refusal, limit.admit(1):
             pass
         assert (refusal.value.kind, refusal.value.retry_after_s) == (FailureKind.busy, 1)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.cpu.products import that_cancel
+from nemo_aligner.cpu.matmuls import that_cancel
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from nemo_aligner.cpu import products
-from nemo_aligner.cpu.products import (
+from nemo_aligner.cpu import matmuls
+from nemo_aligner.cpu.matmuls import (
     ChunkedLinear,
     add_weight_gradient,
     linear_in_chunks,
 )
 
 
-def test_products_are_those_of_torch() -> None:
+def test_matmuls_are_those_of_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
     for rows in (1, 31, 32, 33, 511, 512, 513, 1100):
@@ -27,16 +27,16 @@ def test_products_are_those_of_torch() -> None:
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 
-def test_products_are_of_few_sizes(monkeypatch):
+def test_matmuls_are_of_few_sizes(monkeypatch):
     """oneDNN keeps what it has made for each."""
     sizes = set()
-    product = products._product
+    product = matmuls._matmul
 
     def noting(rows, *others):
         sizes.add(len(rows))
         return product(rows, *others)
 
-    monkeypatch.setattr(products, "_product", noting)
+    monkeypatch.setattr(matmuls, "_matmul", noting)
     weight = torch.ones(8, 8)
     for rows in range(1, 1200, 7):
         assert linear_in_chunks(torch.ones(rows, 8), weight).shape == (rows, 8)
@@ -46,8 +46,8 @@ def test_products_are_of_few_sizes(monkeypatch):
 @pytest.fixture
 def slow_mkl(monkeypatch):
     """A processor on which all products go to oneDNN, also in training."""
-    monkeypatch.setattr(products, "is_slow_with_mkl", lambda: True)
-    monkeypatch.setattr(products, "_LARGE", 0)
+    monkeypatch.setattr(matmuls, "is_slow_with_mkl", lambda: True)
+    monkeypatch.setattr(matmuls, "_LARGE", 0)
 
 
 @pytest.mark.parametrize("rows", [9, 64, 1100])
@@ -90,7 +90,7 @@ def test_product_s_weight_gradient_is_added(dtype, slow_mkl):
 
 def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(products, "_CPUINFO", info)
+    monkeypatch.setattr(matmuls, "_CPUINFO", info)
     wanted = {
         ("AVX512", "AuthenticAMD"): True,
         ("AVX512", "GenuineIntel"): False,
@@ -100,5 +100,5 @@ def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
     for capability, vendor in wanted:
         info.write_text(f"vendor_id : {vendor}\n")
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
-        found[capability, vendor] = products.is_slow_with_mkl.__wrapped__()
+        found[capability, vendor] = matmuls.is_slow_with_mkl.__wrapped__()
     assert found == wanted

@@ -85,7 +85,7 @@ def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """
     rows = input.reshape(-1, input.size(-1))
     chunks = [
-        _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, MOST_ROWS, _STEP)
+        _matmul(filled, weight, bias)[:count] for filled, count in _chunks(rows, MOST_ROWS, _STEP)
     ]
     output = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     return output.view(*input.shape[:-1], weight.size(0))
@@ -112,13 +112,13 @@ def invariant_linear_on_cpu(
     # The usual case is a single matmul without padding.
     is_filled = num_rows <= MOST_ROWS and num_rows % row_multiple(num_rows) == 0
     if is_filled and num_rows == _chunk_size(num_rows, weight, bias, rows):
-        return _any_product(input, weight, bias)
+        return _any_matmul(input, weight, bias)
     outputs = []
     for chunk in input.reshape(-1, width).split(MOST_ROWS):
         count = chunk.size(0)
         size = _chunk_size(count + -count % row_multiple(count), weight, bias, rows)
         outputs += [
-            _any_product(filled, weight, bias)[:count]
+            _any_matmul(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
         ]
     return torch.cat(outputs).view(*input.shape[:-1], weight.size(0))
@@ -210,9 +210,9 @@ def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) ->
         same input row has in the matmul of ``rows`` rows.
     """
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
-    expected = _any_product(drawn, drawn_weight, drawn_bias)
+    expected = _any_matmul(drawn, drawn_weight, drawn_bias)
     repeated = torch.arange(size) % rows
-    product = _any_product(drawn[repeated], drawn_weight, drawn_bias)
+    product = _any_matmul(drawn[repeated], drawn_weight, drawn_bias)
     return bool((product == expected[repeated]).all())
 
 
@@ -251,11 +251,11 @@ def that_cancel(
         x[:, first[0]], x[:, second[0]], w[:, first[0]] = 1, 0, -same_bias
         bias = same_bias.to(device).expand_as(bias).contiguous()
     w = w.to(device)[torch.arange(weight.size(0), device=device) % _FEW]
-    return x.to(device), w if weight.layout is torch.strided else reordered_for_products(w), bias
+    return x.to(device), w if weight.layout is torch.strided else reordered_for_matmuls(w), bias
 
 
-def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (_product if _is_onednns(rows.dtype) else F.linear)(rows, weight, bias)
+def _any_matmul(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return (_matmul if _is_onednns(rows.dtype) else F.linear)(rows, weight, bias)
 
 
 @cache
@@ -268,7 +268,7 @@ def _is_onednns(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
-def reordered_for_products(weight: Tensor) -> Tensor:
+def reordered_for_matmuls(weight: Tensor) -> Tensor:
     """Copy ``weight [o, i]`` into oneDNN's layout for matmuls; ``to_dense`` undoes it.
 
     Otherwise every matmul converts the weight, which takes as long as about 20 rows of the matmul.
@@ -285,7 +285,7 @@ def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tens
 
     Args:
         layers: megatron-core's module ``tensor_parallel.layers``.
-        add: ``add_weight_gradient`` of this module for CPUs, or that of ``gpu_products`` for GPUs.
+        add: ``add_weight_gradient`` of this module for CPUs, or that of ``gpu_matmuls`` for GPUs.
     """
 
     def into(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -310,7 +310,7 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
     else:
         filled = (_chunks(tensor, _SUMMED_CHUNK, _SUMMED_STEP) for tensor in (rows, grads))
         for (row_chunk, _), (grad_chunk, _) in zip(*filled, strict=True):
-            to.add_(_product(grad_chunk.t().contiguous(), row_chunk.t().contiguous(), None))
+            to.add_(_matmul(grad_chunk.t().contiguous(), row_chunk.t().contiguous(), None))
 
 
 def _chunks(rows: Tensor, max_rows: int, step: int) -> Iterator[tuple[Tensor, int]]:
@@ -323,7 +323,7 @@ def _chunks(rows: Tensor, max_rows: int, step: int) -> Iterator[tuple[Tensor, in
         yield F.pad(chunk, (0, 0, 0, fill)) if fill else chunk, chunk.size(0)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _matmul(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
 
 

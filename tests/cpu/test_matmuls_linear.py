@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.cpu import products
+from nemo_aligner.cpu import matmuls
 from nemo_aligner.models.layers import in_chunks, invariant_linear
 
 
@@ -35,7 +35,7 @@ def test_product_has_the_same_bits_for_a_row_wherever_it_stands(dtype: torch.dty
         every = invariant_linear(x, weight, bias, 256)
         wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         torch.testing.assert_close(every.double(), wanted, atol=TOLERANCES[dtype], rtol=0)
-        reordered = products.reordered_for_products(weight)
+        reordered = matmuls.reordered_for_matmuls(weight)
         for rows in (slice(0, 1), slice(1, 2), slice(5, 45), slice(100, 700), slice(699, 700)):
             for each in (weight, reordered):
                 assert torch.equal(invariant_linear(x[rows], each, bias, 256), every[rows])
@@ -51,10 +51,10 @@ def test_trial_tells_another_order_of_sums_in_bf16(monkeypatch: pytest.MonkeyPat
         found = sum(F.linear(some, its) for some, its in terms)
         return torch.as_tensor(found if bias is None else found + bias).bfloat16()
 
-    monkeypatch.setattr(products, "_any_product", by_company)
+    monkeypatch.setattr(matmuls, "_any_matmul", by_company)
     weight = torch.randn(1, 577).bfloat16()
     for bias in (None, torch.randn(1).bfloat16()):
-        same = [products._has_same_bits(size, weight, bias, 64) for size in (16, 64, 96, 128)]
+        same = [matmuls._has_same_bits(size, weight, bias, 64) for size in (16, 64, 96, 128)]
         assert same == [False, True, False, True]
 
 
@@ -62,20 +62,20 @@ def test_product_takes_other_numbers_of_rows_where_a_trial_finds_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of this product, those that divide by 64 have the same."""
-    product, seen = products._any_product, []
+    product, seen = matmuls._any_matmul, []
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(rows.size(0))
         return product(rows, weight, bias) + (rows.size(0) % 64)
 
-    monkeypatch.setattr(products, "_any_product", by_company)
-    monkeypatch.setattr(products, "_TRIED", {})
+    monkeypatch.setattr(matmuls, "_any_matmul", by_company)
+    monkeypatch.setattr(matmuls, "_TRIED", {})
     x, weight = torch.randn(600, 8), torch.randn(4, 8)
-    products.invariant_linear_on_cpu(x, weight, None, 256)  # with the trials
+    matmuls.invariant_linear_on_cpu(x, weight, None, 256)  # with the trials
     seen.clear()
-    products.invariant_linear_on_cpu(x, weight, None, 256)
+    matmuls.invariant_linear_on_cpu(x, weight, None, 256)
     assert seen == [512, 128]  # of which 88 are the rest
     seen.clear()
-    products.invariant_linear_on_cpu(x[:120], weight, None, 256)
-    products.invariant_linear_on_cpu(x[:120], weight, None, 256)
+    matmuls.invariant_linear_on_cpu(x[:120], weight, None, 256)
+    matmuls.invariant_linear_on_cpu(x[:120], weight, None, 256)
     assert seen[-1] == 128

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.distributed import gpu_products
-from nemo_aligner.distributed.gpu_products import (
+from nemo_aligner.distributed import gpu_matmuls
+from nemo_aligner.distributed.gpu_matmuls import (
     chunk_sizes,
     invariant_linear_on_gpu,
     row_multiple,
@@ -17,7 +17,7 @@ from nemo_aligner.distributed.gpu_products import (
 
 
 def test_rows_are_cut_into_few_chunks() -> None:
-    sizes = gpu_products._SIZES
+    sizes = gpu_matmuls._SIZES
     for count in (1, 40, 100, 1000, 2000, 5000, 7000, 7900, 20_000):
         padded = count + -count % row_multiple(count, 64)
         assert sum(split_rows(padded, sizes)) == padded <= max(64 + count, 1.07 * count)
@@ -45,13 +45,13 @@ def test_trial_takes_sizes_whose_sums_have_one_order(monkeypatch: pytest.MonkeyP
             total[512:] = by_parts(rows[512:], weight, [9, rows.size(1) - 9])
         out.copy_(total if bias is None else total + bias)
 
-    monkeypatch.setattr(gpu_products, "_multiply", by_rows)
-    monkeypatch.setattr(gpu_products, "_TRIED", {})
+    monkeypatch.setattr(gpu_matmuls, "_multiply", by_rows)
+    monkeypatch.setattr(gpu_matmuls, "_TRIED", {})
     torch.manual_seed(0)
     x, weight = torch.randn(2000, 1, 96).bfloat16(), torch.randn(80, 96).bfloat16()
     for bias in (None, torch.randn(80).bfloat16()):
         sizes = chunk_sizes(weight, bias, 1024)
-        assert sizes == tuple(size for size in gpu_products._SIZES if size >= 512 and size != 1024)
+        assert sizes == tuple(size for size in gpu_matmuls._SIZES if size >= 512 and size != 1024)
         every = invariant_linear_on_gpu(x, weight, bias, 1024)
         for rows in (slice(0, 1), slice(3, 700), slice(1999, 2000), slice(100, 2000)):
             assert torch.equal(invariant_linear_on_gpu(x[rows], weight, bias, 1024), every[rows])
@@ -65,7 +65,7 @@ def test_trial_without_any_agreement_leaves_one_size(
     def by_place(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         out.copy_(F.linear(rows, weight) + torch.arange(rows.size(0))[:, None])
 
-    monkeypatch.setattr(gpu_products, "_multiply", by_place)
-    monkeypatch.setattr(gpu_products, "_TRIED", {})
+    monkeypatch.setattr(gpu_matmuls, "_multiply", by_place)
+    monkeypatch.setattr(gpu_matmuls, "_TRIED", {})
     assert chunk_sizes(torch.randn(8, 16), None, 200) == (256,)
     assert "model.batch_invariant may not hold" in caplog.text
