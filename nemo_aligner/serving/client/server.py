@@ -307,8 +307,8 @@ class RemoteServer:
         elif _is_unauthorized(error):
             self._set_fault(error)
         elif error.status == 404:  # a server that is ready, such as a critic's, but of other models
-            reason = f"{error.message}. Pass the URL of a server of {self._model_name}{advice}"
-            self._set_fault(RefusedError(self.name, error.status, reason))
+            fix = advice or f". Pass the URL of a server of {self._model_name}"
+            self._set_fault(RefusedError(self.name, error.status, error.message + fix))
         else:  # the model is still loading; try again later
             reason = f"{self._model_name} is not ready: {error.message}{advice}"
             self._back_off(UnavailableError(reason))
