@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mutations",
         type=mutations,
-        default=MIN_MUTATIONS,
-        help=f"damaged checkpoints of each kind that are read (default: {MIN_MUTATIONS})",
+        default=300,
+        help="damaged checkpoints of each kind that are read (default: 300)",
     )
     parser.addoption(
         "--quick",

@@ -18,18 +18,18 @@ from tests.checkpoint.loading import Theirs
 from tests.checkpoint.weights.tensors import request
 from tests.harness import tiny
 
-DEFAULT, AT_A_TIME = 100, 1000
+QUICK, AT_A_TIME = 100, 1000
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests of mutations by ``seeds``: as many as --mutations says.
 
-    The first part is all that a run without the option has.
+    A quick run takes only the first seeds.
     """
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("mutations")
         # Parts are large enough that in each some mutations load, and some are refused.
-        bounds = [0, *range(DEFAULT, count - DEFAULT, AT_A_TIME), count]
+        bounds = [0, *range(QUICK, count - QUICK, AT_A_TIME), count]
         parts = [range(*pair) for pair in pairwise(bounds)]
         metafunc.parametrize("seeds", parts, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 
