@@ -169,21 +169,23 @@ def test_layout_of_four_ranks_trains_like_one_process(
     assert "resumed from" in (tmp_path / "pp2_dp2/frozen.said").read_text()
 
 
-def test_run_on_shared_texts_goes_on_in_one_process(
-    inputs: Path, tmp_path: Path, layout: ParallelLayout
+@pytest.mark.parametrize(("name", "first"), [("frozen", "cp2"), ("nf4", "tp2_sp")])
+def test_run_at_a_layout_goes_on_in_one_process(
+    inputs: Path, tmp_path: Path, layout: ParallelLayout, name: str, first: str
 ) -> None:
-    """The model is also exported, and transformers scores samples with it."""
-    case, folder, whole = CASES["frozen"], tmp_path / "frozen", tmp_path / "whole"
+    """The model with plain weights is also exported, and transformers scores samples with it."""
+    case, folder, whole = CASES[name], tmp_path / name, tmp_path / "whole"
 
     def job(path: Path, name: str, steps: int) -> jobs.Job:
         given = layouts.settings(inputs, case, name, path)
         return jobs.Job("train", [*given, f"trainer.rm.max_steps={steps}"])
 
-    jobs.run([job(folder, "cp2", layouts.PART)], processes=2)
+    jobs.run([job(folder, first, layouts.PART)], processes=2)
     goes_on, _ = jobs.run([job(folder, "one", STEPS), job(whole, "one", STEPS)])
     assert "resumed from" in goes_on.stdout
     check_same(folder, whole, case, inputs, layout)
-    export(archive(folder), tmp_path / "hf", layout)
+    if name == "frozen":
+        export(archive(folder), tmp_path / "hf", layout)
 
 
 def test_recomputing_trains_alike(inputs: Path, one_process: Path, layout: ParallelLayout) -> None:
