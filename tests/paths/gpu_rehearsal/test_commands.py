@@ -111,7 +111,12 @@ def all_tasks(folder: Path) -> dict[str, Task]:
         "model.freeze_layers=1",
         "model.activations_checkpoint_granularity=full",
     ]
-    lora = ["trainer.precision=fp16", "model.lora.rank=4", "model.lora.dropout=0.1"]
+    lora = [
+        "trainer.precision=fp16",
+        "model.lora.rank=4",
+        "model.lora.dropout=0.1",
+        "model.lora.base_precision=nf4",
+    ]
     archive = folder / "bf16" / "checkpoints" / "megatron_gpt.nemo"
     scoring = {"archive": str(archive), "precision": "bf16"}
     critic = [
