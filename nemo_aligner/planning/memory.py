@@ -183,7 +183,8 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     The approach is that of Korthikanti et al. 2022, equations 1 to 4. With the widths h of a hidden
     state, f of the MLP, q of all query heads and kv of all key heads, a layer keeps per token:
 
-    - input and output of each norm: h each, which sequence parallelism splits over its ranks
+    - input and output of each norm: h each, which sequence parallelism splits over its ranks; with
+      LoRA the first layer's first norm keeps only its output
     - queries, keys and values after RoPE: q + 2 kv; attention's output: q
     - both projections of a gated MLP: 2 f; their product: f (f and f without a gate)
     - with norms of queries and keys: their inputs (queries: q, the unsplit QKV projection:
@@ -220,6 +221,10 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
         width = f if shape.experts is None else _rank_width(shape, plan)
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * width
     split = plan.tp if plan.sequence_parallel else 1
+    if layer == 0 and _frees_embedded(shape, plan):
+        # The first norm, or with a parallel residual both norms of the layer, computes no gradient:
+        # its input is the frozen embedding, and its own weight is frozen, too.
+        norms = 0 if shape.parallel_residual else max(norms - 1, 0)
     # If attention and MLP read the same input (a parallel residual), both norms keep the same
     # tensor.
     streams = min(norms, 1) if shape.parallel_residual else norms
@@ -231,6 +236,14 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
         inner, states = inner + added[0], states + added[1] / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
     return states + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _frees_embedded(shape: ModelShape, plan: Plan) -> bool:
+    """Return True if the embedding's output is not kept for the backward pass.
+
+    With LoRA it needs no gradient, but full recomputation gives it one.
+    """
+    return shape.lora is not None and plan.recompute is not Recompute.full
 
 
 def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, float]:
@@ -375,7 +388,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     - the computation of the embedding's gradient, when all layers have freed their activations
 
     With sequence parallelism, megatron-core also keeps a buffer for the gathered hidden states of a
-    pack.
+    pack, unless all weights that need them are frozen, as with LoRA.
     """
     tokens, size = plan.tokens, ELEMENT_BYTES[plan.precision]
     trained = _trained_layers(shape, plan, stage)
@@ -412,7 +425,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         table = max(rows * shape.hidden_size, shape.per_layer_embedding(rows)[0])
         gradient = table * size + tokens * shape.hidden_size * size
         moments.append(gradient - kept_bytes)
-    buffer = tokens * shape.hidden_size * size if plan.sequence_parallel else 0.0
+    buffer = tokens * shape.hidden_size * size * (plan.sequence_parallel and shape.lora is None)
     return buffer + max(moments)
 
 
@@ -542,7 +555,9 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
     num_weights = 2 if shape.is_gated else 1
     mlp = num_weights * size * _weight_gradient(of_layer, plan, last)
     if base_precision(shape) is not None:
-        mlp = matmul_bytes(shape, plan, "linear_fc1", 0.0)
+        # In the forward pass, the model still has the embedding's output.
+        embedded = _state(shape, plan) * (plan.pp == 1 and _frees_embedded(shape, plan))
+        mlp = matmul_bytes(shape, plan, "linear_fc1", 0.0) + plan.tokens * embedded
     recomputed = 0.0
     if is_recomputed(of_layer, plan, last):
         recomputed = _unrecomputed_layer_bytes(of_layer, plan, last) - _state(of_layer, plan)

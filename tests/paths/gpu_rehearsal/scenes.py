@@ -39,16 +39,18 @@ from nemo_aligner.models.attention.backends import BACKENDS
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.delta_choice import use_delta_kernel
+from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
+from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.models.training_wrap import freeze_lower_layers, set_routers, wrap_for_training
 from nemo_aligner.planning.cost import Plan, even_packs
-from nemo_aligner.planning.memory import pack_activations, transient
+from nemo_aligner.planning.memory import memory
 from nemo_aligner.serving.critic import TRAIN, VALUES, CriticBackend
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
@@ -214,12 +216,19 @@ def one_rank(
     unheeded: Sequence[str] = (),
     delta: str = "torch",
 ) -> Found:
+    gc.collect()
+    bytes_of_others = watch.allocated()
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
     model = build_reward_model(shape, layout, num_attributes=1, **kinds)
     if kernels is not None:
         use_pointwise_kernels(model, load_kernels(PointwiseChoice(kernels)))
     use_delta_kernel(model, DeltaChoice(delta), shape)
+    for linear in quantized_layers(model).values():
+        kind = {"dtype": model.config.params_dtype, "device": CUDA}
+        linear.store_weight(torch.empty(linear.weight_shape, **kind))
+    if shape.lora is not None:
+        train_adapters_alone(model)
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
     set_routers(model, trained=False, aux_loss_coeff=0.0)
     if offload:
@@ -250,15 +259,19 @@ def one_rank(
         plan = Plan(
             pack, freeze_layers=freeze_layers, fused_kernels=kernels is None, **sizes, **kinds
         )
-        result["planned"] = pack_activations(shape, plan, 0)
+        planned = memory(shape, plan, 0)
+        result["planned"] = planned.activations
         result["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
-        if offload:
+        if offload or shape.lora is not None:
             wrapped.zero_grad_buffer()
-            bytes_before = watch.allocated()
+            gc.collect()
+            bytes_at_rest = watch.allocated()
             with PeakBytes(watch) as live:
                 forward_backward(wrapped, batches[:1], layout, BradleyTerry().loss)
-            result["peak"] = live.peak - bytes_before
-            result["planned peak"] = result["planned"] + transient(shape, plan, 0)
+            result["peak"] = live.peak - bytes_at_rest
+            result["planned peak"] = planned.activations + planned.transient
+            result["at rest"] = bytes_at_rest - bytes_of_others
+            result["planned at rest"] = planned.weights + planned.gradients + planned.optimizer
     optimizer.finish_update()
     if scored:
         infer(wrapped, batches, layout)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.models.attention.backends import BACKENDS
 from tests.paths.gpu_rehearsal.conftest import Rehearse, Task
 from tests.paths.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
@@ -99,6 +100,22 @@ LINEAR = {
     "linear by fla": steps(shape=DELTA_NET, prefix=64, **FLA),
     "linear by fla, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, DELTA_NET, **FLA),
 }
+LORA = {"rank": 8, "alpha": 8.0, "targets": list(LORA_TARGETS)}
+ADAPTERS = {
+    f"LoRA on {base or 'bf16'}, tp{tp}, {recompute}": steps(
+        {"tp": tp, "sequence_parallel": tp > 1},
+        {"lora": LORA | ({"base_precision": base} if base else {})},
+        recompute=recompute,
+    )
+    for base, tp, recompute in (
+        (None, 2, "none"),
+        ("nf4", 1, "none"),
+        ("nf4", 2, "none"),
+        ("nf4", 1, "full"),
+        ("int8", 1, "none"),
+        ("fp8", 2, "none"),
+    )
+}
 SIX_LAYERS = {"num_layers": 6}  # four layers are offloaded; of two stages, three and one
 OFFLOADS = {
     "offload": steps(shape=SIX_LAYERS, offload=True),
@@ -164,7 +181,7 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
     kinds = {**LAYOUTS, **ALONE, **MIXTURES, **LINEAR, **REFUSED, **ACCEPTED, **GRAPHS}
-    tasks = {**kinds, **OFFLOADS, **UNHEEDED, **ATTENTION, "one GPU": ONE_GPU}
+    tasks = {**kinds, **ADAPTERS, **OFFLOADS, **UNHEEDED, **ATTENTION, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -213,7 +230,7 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     """With torch's layers: stubs of TransformerEngine cannot tell what its layers keep."""
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *MIXTURES, *LINEAR, *OFFLOADS]
+        for name in [*LAYOUTS, *ALONE, *MIXTURES, *LINEAR, *ADAPTERS, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank
         # Statistics of packs this short are too small to be offloaded.
@@ -221,6 +238,17 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     }
     assert not wrong
     assert all("kept" in plain[name]["ranks"][0] for name in ALONE)
+
+
+def test_rehearsed_step_of_lora_needs_the_bytes_that_planning_counts(
+    plain: dict[str, Seen],
+) -> None:
+    """Between steps, and at the peak of a step, when a quantized weight is dequantized."""
+    for name in ADAPTERS:
+        for rank in plain[name]["ranks"]:
+            for moment in ("at rest", "peak"):
+                planned = rank[f"planned {moment}"]
+                assert rank[moment] == pytest.approx(planned, rel=0.03), (name, moment)
 
 
 def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str, Seen]) -> None:
