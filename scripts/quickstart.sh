@@ -13,5 +13,5 @@ case " $* " in
         PYTHONPATH="$REPO" exec "$python" -m nemo_aligner quickstart --help
         ;;
 esac
-use_environment serving,gguf,report
+use_environment serving,gguf,report,hub
 exec nemo-aligner quickstart "$@"

@@ -23,13 +23,13 @@ RUN = ("model.global_batch_size=8", "model.optim.sched.warmup_steps=1")
 JUST_EVAL = ("helpfulness", "clarity", "factuality", "depth", "engagement")
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 OF_PAIRS = (
-    "chat", "heldout", "helpsteer3_train", "helpsteer3_validation", "pairs", "preference_heldout",
-    "preference_train", "safety", "test", "train",
+    "chat", "heldout", "pairs", "preference_heldout", "preference_train", "safety", "test", "train",
 )  # fmt: skip
+HUB_DATA = ("Anthropic/hh-rlhf", "nvidia/HelpSteer3", "nvidia/HelpSteer3:validation")
 HF_FOLDERS = (
     "FOLDER_OR_HUB_NAME", "OpenRLHF/Llama-3-8b-sft-mixture",
-    "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct",
-    "path/to/hf_folder",
+    "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct", "path/to/hf_folder",
 )  # fmt: skip
 REWARD_MODELS = (
     "a.nemo", "b.nemo", "c.nemo", "megatron_gpt.nemo", "ranking.nemo", "regression.nemo",
@@ -105,8 +105,9 @@ def _write_data(folder: Path) -> None:
         {"prompt": row["prompt"], "responses": [row["chosen"], row["rejected"]]} for row in pairs
     ]
     _write(folder / "responses.jsonl", responses)
-    (folder / "Anthropic").mkdir()
-    tiny.write_pairs(folder / "Anthropic/hh-rlhf", HUB_PAIRS)
+    for seed, name in enumerate(HUB_DATA):
+        (folder / name).parent.mkdir(exist_ok=True)
+        tiny.write_pairs(folder / name, HUB_PAIRS, seed)
     answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]
     (folder / "dev_feedback.json.gz").write_bytes(gzip.compress(json.dumps(answers).encode()))
 
