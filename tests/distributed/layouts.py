@@ -247,6 +247,7 @@ def settings(inputs: Path, case: Case, layout: str, folder: Path) -> list[str]:
     data = [inputs / f"{name}.jsonl" for name in case.data]
     return [
         *tiny.training(inputs / f"{base}.nemo", folder, data, data),
+        "model.micro_batch_tokens=240",  # three packs in a step, one and two on two ranks
         f"trainer.rm.val_check_interval={STEPS}",
         *case.settings,
         *LAYOUTS[layout],

@@ -34,9 +34,7 @@ LIBRARIES = (
 
 def main() -> dict[str, Any] | None:
     """Serve jobs until stdin closes. In a forked child, return the job to run there."""
-    for name in LIBRARIES:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            importlib.import_module(name)
+    import_libraries()
     assert len(os.listdir("/proc/self/task")) == 1, "a library started a thread: it may not fork"
     gc.freeze()
     scripts: dict[int, int] = {}  # process id by a descriptor that is readable once it has ended
@@ -61,6 +59,13 @@ def main() -> dict[str, Any] | None:
             return json.loads(line)
         scripts[os.pidfd_open(pid)] = pid
         answer(pid=pid)
+
+
+def import_libraries() -> None:
+    """Import the installed ones of ``LIBRARIES``, so that forks need not."""
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
 
 
 def answer(**values: int) -> None:

@@ -18,7 +18,7 @@ from nemo_aligner.cpu import matmuls
 from nemo_aligner.data.formats import FORMATS
 from tests.data.ranked_format import FORMAT
 from tests.harness.launching import HOST
-from tests.harness.prepared_process import exit_fork
+from tests.harness.prepared_process import exit_fork, import_libraries
 from tests.training.interrupted import arm, decide_when_written
 
 # What jobs need, which they would import one after the other.
@@ -28,6 +28,7 @@ POLL_SECS, GRACE_SECS = 0.01, 30.0
 
 def main(folder: Path, rank: int) -> dict[str, Any] | None:
     """Run all jobs; in a fork, the one to do there."""
+    import_libraries()  # torchrun has started more than two ranks, not a prepared process
     for name in MODULES:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a module started a thread: it may not fork"
