@@ -98,8 +98,9 @@ class Planner:
             if smallest is not None:
                 largest_dp = min(largest_dp, (smallest.num_ranks - 1) // (tp * cp * pp))
             # More data parallel ranks (dp) hold smaller shards of the optimizer's state. So if the
-            # layout does not fit with the largest dp, it fits with no smaller dp.
-            if self._most_recomputed(tp, cp, pp, largest_dp) is not None:
+            # layout does not fit with the largest dp of any expert parallel size, it never fits.
+            largest = self._largest_replicas(cp, largest_dp)
+            if any(self._most_recomputed(tp, cp, pp, dp) is not None for dp in largest):
                 plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, largest_dp + 1))
                 smallest = next(plan for plan in plans if plan is not None)
         return smallest
@@ -209,6 +210,13 @@ class Planner:
         experts = self.shape.experts
         largest = 1 if experts is None else gcd(replicas, experts.count)
         return [ep for ep in range(1, largest + 1) if largest % ep == 0]
+
+    def _largest_replicas(self, cp: int, limit: int) -> set[int]:
+        """Return the largest dp up to ``limit`` that each size of expert parallelism allows."""
+        experts = self.shape.experts
+        sizes = [1] if experts is None else self._expert_sizes(experts.count)
+        steps = (ep // gcd(ep, cp) for ep in sizes)
+        return {limit - limit % step for step in steps}
 
     def _can_ring(self) -> bool:
         """Predict whether context parallel ranks can exchange keys in a ring, on Ampere or newer.

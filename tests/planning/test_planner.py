@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from nemo_aligner.cli.main import main
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.planning.planner import PlanRequest
 from tests.harness.launching import run_code
 
 CONFIG = {
@@ -101,6 +103,23 @@ def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
     enough = int(re.search(r"the fewest GPUs that fit: (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
     assert enough > 8
     plan.shown("--params=70B", f"--gpus={enough}")
+
+
+def test_the_fewest_gpus_for_experts_are_found_by_expert_parallelism() -> None:
+    """A batch of 7 has work for 7 replicas, but only 2, 4 or 6 can share 8 experts."""
+    shape = {
+        **{"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256, "vocab_size": 500},
+        **{"num_attention_heads": 1, "kv_channels": 128, "max_position_embeddings": 512},
+        **{"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 65536},
+    }
+    request = PlanRequest(seq_length=64, global_batch_size=7, gpu_memory=1.2, reserve=0)
+    planner = request.planner(ModelShape.from_config(shape))
+    every = [layout for gpus in range(1, 8) for layout in planner.candidates(gpus)]
+    fitting = planner.ranked(every)
+    assert {layout.plan.ep for layout in fitting} == {2, 4}
+    least = planner.least_gpus()
+    assert least is not None
+    assert least.num_ranks == min(layout.plan.num_ranks for layout in fitting) == 4
 
 
 def test_plan_says_what_would_fit_with_what_it_offloads(plan: Plan) -> None:
