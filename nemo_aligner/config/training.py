@@ -5,6 +5,7 @@ They are the checkpoint to start from, the training loop, the run folder, logger
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -93,6 +94,18 @@ class RmLoopConfig:
             )
 
 
+_MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+
+def parse_max_time(text: str) -> float | None:
+    """Convert a time limit ``DD:HH:MM:SS`` to seconds; None if the text does not have this form."""
+    match = _MAX_TIME.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
 @dataclass
 class TrainerConfig:
     """Precision, time limit, and the training loop."""
@@ -104,6 +117,11 @@ class TrainerConfig:
         None, "wall-clock limit as DD:HH:MM:SS; then the run saves and stops"
     )
     rm: RmLoopConfig = field(default_factory=RmLoopConfig)
+
+    def __post_init__(self) -> None:
+        with Checks("trainer", self) as checks:
+            is_readable = self.max_time is None or parse_max_time(self.max_time) is not None
+            checks.require(is_readable, "max_time", "DD:HH:MM:SS, as in 00:03:45:00")
 
 
 @dataclass

@@ -8,7 +8,6 @@ callback. ``StepProgress`` and the ``render_*`` functions write the lines in the
 from __future__ import annotations
 
 import csv
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -463,22 +462,7 @@ def _is_readable(gauge: Callable[[], float]) -> bool:
     return True
 
 
-# The fourth part has the time limit of a run, and the time that each part of a step takes.
-
-_MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
-
-
-def parse_max_time(text: str) -> float:
-    """Convert a time limit ``DD:HH:MM:SS`` to seconds.
-
-    Raises:
-        ConfigError: the text does not have this form.
-    """
-    match = _MAX_TIME.fullmatch(str(text).strip())
-    if match is None:
-        raise ConfigError(f"trainer.max_time: got {text!r}, wanted DD:HH:MM:SS, as in 00:03:45:00")
-    days, hours, minutes, seconds = (int(part) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+# The fourth part has the time that each part of a step takes.
 
 
 class Timers:

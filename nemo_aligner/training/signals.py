@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
-from nemo_aligner.training.loggers import parse_max_time
+from nemo_aligner.config.training import parse_max_time
 from nemo_aligner.utils.console import fit
 from nemo_aligner.utils.processes import is_first_rank
 
@@ -89,7 +89,7 @@ class SignalHandler:
     Ctrl-C, in any phase, raises it, too.
 
     Args:
-        max_time: time limit of the run, ``DD:HH:MM:SS``; None for no limit.
+        max_time: time limit of the run, a checked ``DD:HH:MM:SS``; None for no limit.
         now: clock in seconds.
         in_program: the process continues after the run, as a notebook does.
     """
@@ -104,7 +104,8 @@ class SignalHandler:
         self._in_program = in_program
         self._signal_time = 0.0
         self._takes_signals = False
-        self._deadline = None if max_time is None else now() + parse_max_time(max_time)
+        limit = None if max_time is None else parse_max_time(max_time)
+        self._deadline = None if limit is None else now() + limit
         self._max_time = max_time
         self._phase = Phase.starting
         self._signal: int | None = None
