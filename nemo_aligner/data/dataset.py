@@ -454,8 +454,8 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     """Build the order over files of these ``sizes``, after checking the weights.
 
     Raises:
-        ConfigError: the number of weights is not the number of files, or an epoch has no record of
-            a file.
+        ConfigError: the number of weights is not the number of files, a file has no record, or an
+            epoch has no record of a file.
     """
     order = EpochOrder(tuple(sizes), seed, tuple(weights))
     if weights and len(weights) != len(sizes):
@@ -463,8 +463,13 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
             f"model.data.data_prefix.train_weights: {len(weights)} weights for {len(sizes)} "
             "training files. Give one weight for each file"
         )
-    for number, share in enumerate(order.shares(), start=1):
-        if share == 0:
+    for number, (size, share) in enumerate(zip(sizes, order.shares(), strict=True), start=1):
+        if weights and size == 0:
+            raise ConfigError(
+                f"model.data.data_prefix.train_weights: no record of file {number} is kept, so an "
+                "epoch cannot take any. The table of the file above says why; leave it out"
+            )
+        if weights and share == 0:
             raise ConfigError(
                 f"model.data.data_prefix.train_weights: with the weights {list(weights)}, an epoch "
                 f"of {order.size} records has none of file {number}. Raise its weight, or leave "

@@ -182,6 +182,9 @@ def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -
     ):
         with pytest.raises(ConfigError, match=message):
             weighted_order(SIZES, 5, weights)
+    with pytest.raises(ConfigError, match="no record of file 2 is kept, so an epoch cannot take"):
+        weighted_order((10, 0), 5, (1, 1))
+    assert weighted_order((10, 0), 5, ()).shares() == [10, 0]
 
 
 def test_weights_mix_files_and_epochs_differ() -> None:
