@@ -386,6 +386,8 @@ class RowCollector:
             name: {} for name in ("rewards", *_OPTIONAL)
         }
         self._errors: dict[int, str] = {}
+        # Why requests of a single row were rejected, by row, if the server did not name the row.
+        self._unnamed: dict[int, RefusedError] = {}
         self._exceeded: set[int] = set()
         self._contract_hash: str | None = None
         self._fingerprints: set[str | None] = set()
@@ -410,6 +412,7 @@ class RowCollector:
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
             await _run_all(self._score(part, prefix) for part in parts)
+        self._check_call(total)
         self._log_problems(total)
         # If every row was rejected, no answer tells the number of attributes.
         rewards = self._place_output("rewards", total)
@@ -425,6 +428,16 @@ class RowCollector:
             self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
             **optional,
         )
+
+    def _check_call(self, total: int) -> None:
+        """Raise the refusal if the call is at fault, e.g. by a wrong model name, and not its rows.
+
+        This is so if every row was rejected for the same reason. A single request tells less, as
+        rows of similar length are sent together, so all of its samples may be too long.
+        """
+        reasons = {refusal.reason for refusal in self._unnamed.values()}
+        if total > 1 and len(self._unnamed) == total and len(reasons) == 1:
+            raise self._unnamed[0]
 
     def _place_output(self, name: str, total: int) -> np.ndarray | None:
         """Arrange the rows of output ``name`` in the caller's order: ``[total, ...]``.
@@ -514,12 +527,10 @@ class RowCollector:
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
         if len(part.rows) == 1:
-            self._errors[part.rows[0]] = refusal.reason
+            row = part.rows[0]
+            self._errors[row], self._unnamed[row] = refusal.reason, refusal
             return
         await _run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
-        # If every single row has the same error, the request is at fault, e.g. a wrong model name.
-        if all(self._errors.get(row) == refusal.reason for row in part.rows):
-            raise refusal
 
 
 # How much of a sample's beginning stands for the prefix that later samples may share. Shorter

@@ -91,6 +91,19 @@ def test_refused_rows_may_be_all_or_none(lone: Misbehaving) -> None:
             client.score(["a"], on_error="none")  # type: ignore[arg-type]
 
 
+def test_refused_rows_may_have_one_reason_and_fill_a_request(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: (
+        (400, {"error": "sample too long"}) if any(text.startswith("!") for text in texts) else None
+    )
+    for limit in (32, 2):  # with 2, no other row is in the request of the bad ones
+        lone.limit = limit
+        with RewardClient(lone.url) as client:
+            scored = client.score_rows(["!x", "!y", "a", "b"])
+            assert scored.errors == dict.fromkeys((0, 1), "sample too long")
+            assert scored.rewards[2:, 0].tolist() == [97, 98]
+            assert "sample too long" in seconds(client.score_rows, ["!x", "!y", "!z"])[1]
+
+
 def test_refused_rows_are_not_those_that_the_model_fails_on(lone: Misbehaving) -> None:
     def answer(texts: list[str]) -> Any:
         return (500, {"error": f"row {texts.index('b')}: not finite"}) if "b" in texts else None
