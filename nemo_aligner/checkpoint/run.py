@@ -11,6 +11,7 @@ whose name does not end in ``.partial`` is complete.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -25,7 +26,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME, step_folders
 from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.checkpoint.weights import DamagedError, check_complete, load_weights
@@ -40,9 +40,12 @@ from nemo_aligner.checkpoint.weights.save import (
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.collectives import on_main
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, one_line
+from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.host_transfer import Wait
-from nemo_aligner.utils.writing import write_problem
+from nemo_aligner.utils.writing import replacing, sync_to_disk, write_problem
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
@@ -77,9 +80,9 @@ class RunState:
         consumed_samples: number of records trained on.
         metrics: results of the validation after this step; empty if there was none.
         fingerprint: settings that must not change when the run is resumed.
-        config: resolved settings, for people who look into the file; a resumed run does not read
-            them.
-        contract: scoring contract, which a resumed run does not read either.
+        config: resolved settings. A resumed run prints which of them have changed. Early stopping
+            starts again if the monitored metric has; ``same_validation`` compares some of them.
+        contract: scoring contract, which a resumed run continues with.
         best_value: best value so far of the metric for early stopping.
         validations_since_best: number of validations since that best value.
         validated_on: digest of the records of each validation set, by the set's name; None in
@@ -322,18 +325,22 @@ class RunCheckpoints:
     def _prune(self) -> None:
         """Delete the checkpoints that are neither the newest nor among the best.
 
-        The folders are renamed now, and their files are deleted in the background. This raises the
-        error of the previous background deletion, if that failed.
+        The folders are renamed now, and their files are deleted in the background. A failure is
+        only logged, because the new checkpoint is complete.
         """
         if self._deletion is not None:
-            self._deletion.result()
+            self._deletion.result()  # run one deletion at a time
         saved = _list_saved(self.folder)
         # Keep the newest checkpoint, whatever its metric, because a run resumes from it.
         retained = {
             item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
         }
         # Training waits only until the folders are renamed, which is quick and atomic.
-        doomed = [_rename_removed(item.path) for item in saved if item.path not in retained]
+        doomed = []
+        for item in saved:
+            if item.path not in retained:
+                with _warning_if_left(item.path):
+                    doomed.append(_rename_removed(item.path))
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
@@ -418,7 +425,7 @@ def check_same_run(
     changes = {
         key: (repr(previous.get(key)), repr(fingerprint.get(key)))
         for key in dict.fromkeys([*previous, *fingerprint])
-        if _as_json(previous.get(key)) != _as_json(fingerprint.get(key))
+        if finite_or_none(previous.get(key)) != finite_or_none(fingerprint.get(key))
     }
     differences = [
         f"{key}: the checkpoint has {first}, this run {second}"
@@ -443,9 +450,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 def _delete_unfinished(folder: Path) -> None:
     if folder.is_dir():
-        for path in folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path)
+        _delete([path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)])
 
 
 def _list_saved(folder: Path) -> list[Saved]:
@@ -518,22 +523,13 @@ def _read_saved(path: Path) -> Saved:
         raise CheckpointError(f"{file}: it is not a valid state of a run: {error!r}") from error
 
 
-def _as_json(value: Any) -> Any:
-    """Return ``value`` with None (null) for NaN and infinity, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def _partial_path(path: Path) -> Path:
-    """Return the name that a checkpoint or a state file has while it is being written."""
+    """Return the name that a checkpoint has while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
@@ -555,18 +551,14 @@ def _publish(saved: Saved) -> None:
 
 
 def _format_state(state: RunState) -> str:
-    content = _as_json({"version": _VERSION, **asdict(state)})
+    content = finite_or_none({"version": _VERSION, **asdict(state)})
     return json.dumps(content, indent=2, allow_nan=False)
 
 
 def _amend(path: Path, state: RunState) -> None:
     """Replace the state file of the checkpoint at ``path``, atomically."""
-    file = path / RUN_STATE_NAME
-    partial_file = _partial_path(file)
-    partial_file.write_text(_format_state(state), encoding="utf-8")
-    sync_to_disk(partial_file)
-    partial_file.replace(file)
-    sync_to_disk(path)
+    with replacing(path / RUN_STATE_NAME, sync=True) as partial_file:
+        partial_file.write_text(_format_state(state), encoding="utf-8")
 
 
 def _rename_removed(path: Path) -> Path:
@@ -581,5 +573,19 @@ def _rename_removed(path: Path) -> Path:
 
 
 def _delete(folders: list[Path]) -> None:
+    """Delete folders of checkpoints; a folder that cannot be deleted is logged."""
     for folder in folders:
-        shutil.rmtree(folder)
+        with _warning_if_left(folder):
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _warning_if_left(folder: Path) -> Iterator[None]:
+    """Log an OSError in the block, which deletes ``folder``.
+
+    For example, NFS keeps a file that a process still reads, as ``.nfs...``, and so its folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: cannot be deleted: %s", folder, one_line(error))

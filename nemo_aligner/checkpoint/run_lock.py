@@ -10,9 +10,12 @@ leaves the file behind. The next job has to distinguish such a leftover from a r
   new job takes over the lock.
 
 So a job that Slurm or Kubernetes restarts needs no manual step. The file is created with
-``O_EXCL``, which is atomic on local disks and on NFS since version 3. A job that holds the lock but
-was suspended for a minute, e.g. by Slurm, notices at its next step that it has lost the lock, and
-ends.
+``O_EXCL``, which is atomic on local disks and on NFS since version 3.
+
+A job that was suspended for a minute, e.g. by Slurm, may have lost its lock. It notices this within
+seconds, and at its next save at the latest, and ends: the file names another job, or is missing,
+because the other job has already ended. A lost lock stays lost. If the file of a job that was not
+suspended is missing, somebody has deleted it; the job then creates it again at its next save.
 """
 
 from __future__ import annotations
@@ -134,13 +137,17 @@ class RunLock:
 
     Attributes:
         path: the lock file.
-        is_lost: on rank 0, whether another job has taken the lock since.
+        is_lost: on rank 0, whether another job has taken the lock since; it stays True if that job
+            releases the lock.
     """
 
     def __init__(self, path: Path, holder: Holder | None) -> None:
         self.path = path
         self.is_lost = False
         self._holder = holder
+        # The time of the last update. It is by the wall clock, because the monotonic clock stops
+        # while the machine is suspended.
+        self._updated = time.time()
         self._over = threading.Event()
         # A daemon thread, because a process that ends with an error must not wait for it.
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -151,16 +158,17 @@ class RunLock:
         """Check that this job still holds the lock; create the file again if it was deleted.
 
         Raises:
-            CheckpointError: another job has taken the lock.
+            CheckpointError: another job has taken the lock, or may have had it while this job was
+                suspended.
         """
         if self._holder is None:
             return
-        holder = _read_holder(self.path)
-        if holder is None:
+        holder = self._find_holder()
+        if holder is None and not self.is_lost:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_created = _create_lock(self.path, self._holder)
-            holder = self._holder if is_created else _read_holder(self.path)
-        if holder is None or holder.token != self._holder.token:
+            holder = self._holder if is_created else self._find_holder()
+        if holder is None or self.is_lost:
             raise CheckpointError(
                 f"{self.path}: this run has lost its folder to {holder or 'another job'}, because "
                 f"this job did not update the file for {DEAD_AFTER_S:.0f} s. This job ends; the "
@@ -177,15 +185,37 @@ class RunLock:
         if holder is not None and holder.token == self._holder.token:
             self.path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _find_holder(self) -> Holder | None:
+        """Read who holds the lock, and set ``is_lost`` if this job does not hold it any more.
+
+        A missing file usually means that somebody deleted it. But if this job has not updated it
+        for ``DEAD_AFTER_S``, another job may have taken over the lock and released it at its end.
+        """
         assert self._holder is not None
+        holder = _read_holder(self.path)
+        if holder is not None:
+            is_lost = holder.token != self._holder.token
+        else:
+            is_lost = time.time() - self._updated > DEAD_AFTER_S and _is_missing(self.path)
+        # Never set it back to False: the other job may have saved checkpoints and ended.
+        if is_lost:
+            self.is_lost = True
+        return holder
+
+    def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
-            holder = _read_holder(self.path)
-            self.is_lost = holder is not None and holder.token != self._holder.token
-            if holder is not None and not self.is_lost:
-                # Ignore a failed update, because the file server may be back at the next one.
-                with suppress(OSError):
-                    os.utime(self.path)
+            # Read the time first, because the job may be suspended before the update.
+            start = time.time()
+            self._find_holder()
+            if self.is_lost:
+                return
+            try:
+                os.utime(self.path)
+            except FileNotFoundError:
+                pass  # somebody deleted the file; ``check`` creates it again
+            except OSError:
+                continue  # the file server may be back at the next update
+            self._updated = start
 
 
 @contextmanager
@@ -321,6 +351,14 @@ def _read_modification_time(path: Path) -> float | None:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
+
+
+def _is_missing(path: Path) -> bool:
+    """Tell if there is no file; False if the file server does not answer."""
+    try:
+        return _read_modification_time(path) is None
+    except OSError:
+        return False
 
 
 def _read_server_clock(folder: Path) -> float:

@@ -222,7 +222,7 @@ def _load_once(source: str) -> tuple[Any, str]:
 
 def _compile(source: Path) -> ctypes.CDLL:
     """Compile a C file for this processor, and load it so that it uses torch's OpenMP threads."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         raise FileNotFoundError(f"the C compiler {compiler[0]} is not installed")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)

@@ -19,6 +19,7 @@ from nemo_aligner.data.records import as_json, without_other_kinds
 from nemo_aligner.utils.cache import cache_folder, cached_file
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, DataError, short
+from nemo_aligner.utils.writing import temporary_beside
 
 _DEFAULT_SPLIT = "train"
 # ORGANIZATION/NAME, ORGANIZATION/NAME:SPLIT or ORGANIZATION/NAME:SUBSET:SPLIT
@@ -121,28 +122,26 @@ def fetch(
     datasets = _import_datasets("data sets of the hub need")
     datasets.disable_progress_bars()
     described = _describe(name, subset, split)
-    part = output.with_name(f"{output.name}.part")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lines = part.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output: {output} cannot be written: {error}") from error
     count, dropped_columns = 0, set[str]()
-    try:
-        with lines:
-            for row in datasets.load_dataset(
-                name, subset, split=split, revision=revision, streaming=True
-            ):
-                row, dropped = without_other_kinds(without_struct_nulls(row))
-                dropped_columns.update(dropped)
-                lines.write(as_json(row) + "\n")
-                count += 1
-        os.replace(part, output)
-    # Catch all exceptions, because readers and the hub's client raise many types.
-    except Exception as error:
-        raise DataError(f"{described}: {type(error).__name__}: {short(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    with temporary_beside(output) as part:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            lines = part.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output: {output} cannot be written: {error}") from error
+        try:
+            with lines:
+                for row in datasets.load_dataset(
+                    name, subset, split=split, revision=revision, streaming=True
+                ):
+                    row, dropped = without_other_kinds(without_struct_nulls(row))
+                    dropped_columns.update(dropped)
+                    lines.write(as_json(row) + "\n")
+                    count += 1
+            os.replace(part, output)
+        # Catch all exceptions, because readers and the hub's client raise many types.
+        except Exception as error:
+            raise DataError(f"{described}: {type(error).__name__}: {short(error)}") from error
     if dropped_columns:
         say(f"dropped columns that JSON cannot hold: {', '.join(sorted(dropped_columns))}")
     return count

@@ -34,7 +34,8 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
-from nemo_aligner.utils.writing import write_problem, write_whole
+from nemo_aligner.utils.finite import finite_or_none
+from nemo_aligner.utils.writing import temporary_beside, write_problem, write_whole
 
 # Comparisons and ratings, each with its file and line.
 
@@ -357,7 +358,7 @@ def reward_row(
             value that is not finite becomes null.
         more: further fields, for example labels.
     """
-    row: dict[str, Any] = {"record": str(origin), "rewards": _replace_infinite(rewards)}
+    row: dict[str, Any] = {"record": str(origin), "rewards": finite_or_none(rewards)}
     if source:
         row["source"] = source
     sides = PAIR_COLUMNS if kind is RecordKind.comparison else (RATED_COLUMN,)
@@ -365,16 +366,12 @@ def reward_row(
         side: text if isinstance(text, str) else conversation_as_json(text)
         for side, text in zip(sides, texts, strict=True)
     }
-    return row | {name: _replace_infinite(values) for name, values in more.items() if values}
+    return row | {name: finite_or_none(values) for name, values in more.items() if values}
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Convert each row to a line of JSON, without a line end."""
     return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-
-
-def _replace_infinite(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 # Functions that write files of preference data, also from the records of a Python program.
@@ -453,33 +450,37 @@ def write_records(
             be written.
         DataError: a record is not a mapping, or has a value that JSON cannot hold (``as_json``).
     """
-    unnamed, count = path.with_name(f"{path.name}.partial"), 0
-    is_arrow = type(records).__module__.partition(".")[0] == "datasets"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unnamed.open("w", encoding="utf-8") as lines:
-            for count, record in enumerate(records, start=1):
-                if not isinstance(record, Mapping):
-                    raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
-                row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
-                try:
-                    lines.write(f"{as_json(row)}\n")
-                except DataError as error:
-                    raise DataError(f"record {count}: {error}") from error
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"record {count}: it is no JSON object: {error}") from error
-        if path.exists() and cmp(unnamed, path, shallow=False):
-            return count
-        if path.exists() and not may_replace:
-            raise ConfigError(
-                f"{path}: the run in this folder began with other records than these. Pass the "
-                "same records, or choose another output"
-            )
-        os.replace(unnamed, path)
+        with temporary_beside(path) as unnamed:
+            count = _write_rows(unnamed, records)
+            if path.exists() and cmp(unnamed, path, shallow=False):
+                return count
+            if path.exists() and not may_replace:
+                raise ConfigError(
+                    f"{path}: the run in this folder began with other records than these. Pass the "
+                    "same records, or choose another output"
+                )
+            os.replace(unnamed, path)
     except OSError as error:
         raise ConfigError(f"{path}: it cannot be written: {write_problem(path, error)}") from error
-    finally:
-        unnamed.unlink(missing_ok=True)
+    return count
+
+
+def _write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Write the lines of ``write_records`` to a new file; return their number."""
+    is_arrow, count = type(records).__module__.partition(".")[0] == "datasets", 0
+    with path.open("w", encoding="utf-8") as lines:
+        for count, record in enumerate(records, start=1):
+            if not isinstance(record, Mapping):
+                raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
+            row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
+            try:
+                lines.write(f"{as_json(row)}\n")
+            except DataError as error:
+                raise DataError(f"record {count}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"record {count}: it is no JSON object: {error}") from error
     return count
 
 

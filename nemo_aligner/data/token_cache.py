@@ -35,13 +35,12 @@ from nemo_aligner.data.token_index import (
     ShowProgress,
     make_index,
 )
-from nemo_aligner.data.token_workers import usable_processes
 from nemo_aligner.distributed.collectives import once_per_node
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.missing import describe_unreadable
-from nemo_aligner.utils.processes import make_temporary, remove_temporary
-from nemo_aligner.utils.writing import write_problem
+from nemo_aligner.utils.processes import make_temporary, remove_temporary, usable_cores
+from nemo_aligner.utils.writing import replacing, write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
@@ -210,7 +209,7 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
 
 def _write_arrays(path: str, rules: IndexRules, part: Path, say: Say) -> None:
     start_ns, stat, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
-    processes = min(usable_processes(), 1 + stat.size // _BYTES_PER_PROCESS)
+    processes = min(usable_cores(), 1 + stat.size // _BYTES_PER_PROCESS)
     index = _make_hashed_index(path, rules, stat, arrays, processes, _ProgressLines(path, say))
     arrays.close()
     header = {
@@ -255,13 +254,9 @@ def check_unchanged(path: str, previous: FileStat, action: str) -> None:
 
 
 def _write_facts(folder: Path, header: dict[str, Any]) -> None:
-    # Sync the file before renaming it, so that after a crash there is a complete file or none.
-    new = folder / f".{_FACTS}.{os.getpid()}"
-    with new.open("w") as file:
-        json.dump(header, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / _FACTS)
+    # Sync the file, so that after a crash there is a complete file or none.
+    with replacing(folder / _FACTS, sync=True) as new:
+        new.write_text(json.dumps(header, indent=1))
 
 
 def _publish(part: Path, folder: Path, path: str) -> None:

@@ -159,8 +159,3 @@ def answer_blocks() -> None:
             answer = error
         pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()
-
-
-def usable_processes() -> int:
-    """Count the CPU cores that this process may run on, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from nemo_aligner.cpu.matmuls import multiplies_bf16
+from nemo_aligner.utils.errors import AlignerError
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import find_process, is_main
 
@@ -91,12 +93,29 @@ def on_main(function: Callable[[], T]) -> T:
 
     All ranks must call this function, and wait for rank 0.
     """
-    outcome: _Outcome[T] = (None, None)
-    if is_main():
-        outcome = _attempt(function)
-    if dist.is_initialized():
-        outcome = broadcast_object(outcome)
-    return _unwrap(outcome)
+    if not dist.is_initialized():
+        return function()
+    outcome: _Outcome[T] = _attempt(function) if is_main() else (None, None)
+    return _unwrap(broadcast_object(outcome))
+
+
+def run_on_all(function: Callable[[], T]) -> list[T]:
+    """Run ``function`` on every rank, and return the results of all ranks, in rank order.
+
+    Collective. If it raises on any rank, every rank raises the error of the first such rank.
+    """
+    outcome = _attempt(function)
+    outcomes = gather_objects(outcome)
+    outcomes[dist.get_rank()] = outcome  # unlike its copy, this rank's own error has a traceback
+    failed = [outcome for outcome in outcomes if outcome[1] is not None]
+    return [_unwrap(outcome) for outcome in failed or outcomes]
+
+
+def raise_everywhere(function: Callable[[], T]) -> T:
+    """Do what ``run_on_all`` does, but return only this rank's result, which is not sent."""
+    results: list[T] = []
+    run_on_all(lambda: results.append(function()))
+    return results[0]
 
 
 def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
@@ -153,10 +172,27 @@ def once_per_node(function: Callable[[], T]) -> T:
 
 
 def _attempt(function: Callable[[], T], caught: type[BaseException] = Exception) -> _Outcome[T]:
+    """Return the outcome of ``function``, whose error can be sent to other ranks."""
     try:
         return function(), None
     except caught as error:
-        return None, error
+        return None, _sendable(error)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Return ``error``, or an error with its text if its own pickle cannot be read.
+
+    The collective that sends it would otherwise fail on this rank, and the others would wait.
+    """
+    try:
+        is_same = str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:
+        is_same = False
+    if is_same:
+        return error
+    if isinstance(error, AlignerError):
+        return AlignerError(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _unwrap(outcome: _Outcome[T]) -> T:

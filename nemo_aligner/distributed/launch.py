@@ -29,7 +29,14 @@ from nemo_aligner.cpu.matmuls import keep_freed_memory, return_freed_memory
 from nemo_aligner.distributed.layout import destroy_layout
 from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
-from nemo_aligner.utils.processes import Process, describe_error, find_process, settle
+from nemo_aligner.utils.processes import (
+    Process,
+    describe_error,
+    find_process,
+    is_slurm_task,
+    settle,
+    usable_cores,
+)
 
 # Joining the process group that the launcher's environment variables describe.
 
@@ -165,8 +172,15 @@ def _keep_fp32(process: Process) -> None:
 
 
 def _split_cores(local_world_size: int) -> None:
+    """Set the number of torch's threads to this rank's part of the cores, unless the user did.
+
+    Slurm gives each rank cores of its own, which are not split again; otherwise all ranks of the
+    machine may run on the same cores.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        cores = usable_cores()
+        is_bound = is_slurm_task(os.environ) and cores * local_world_size <= (os.cpu_count() or 1)
+        torch.set_num_threads(cores if is_bound else max(1, cores // local_world_size))
 
 
 def _tear_down(hook: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     service = build_service(config, backend_token)
     endpoints = reward_endpoints(service, settings.max_queue_rows, kserve.OPTIONAL_NAMES)
     listener = open_socket(settings)
-    url, ready = url_of(listener, settings), ReadyFile(settings.ready_file)
+    url, ready = url_of(listener, settings), ReadyFile(settings)
 
     def announce() -> None:
         ready.write(url)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.messages import as_json
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, short, writable
+from nemo_aligner.utils.writing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -119,17 +118,15 @@ class RewardLog:
 
     def _write(self, entries: Sequence[dict[str, Any]], ends_window: bool) -> None:
         lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
-        partial = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        content = "".join(f"{writable(line)}\n" for line in lines)
         try:
-            # The new file is written under another name, so that a reader never sees half of it.
-            partial.write_text("".join(f"{writable(line)}\n" for line in lines), encoding="utf-8")
-            partial.replace(self._file)
+            # Replace the file, so that a reader never sees half of it.
+            with replacing(self._file) as partial:
+                partial.write_text(content, encoding="utf-8")
             if ends_window:
                 self._rotate()
         except OSError as error:
             logger.warning("top_rewards_file: %s: not written: %s", self._file, short(error))
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
 
     def _rotate(self) -> None:
         """Rename the log to ``.1``, an earlier one to the next number, and drop the oldest."""

@@ -20,9 +20,8 @@ from dataclasses import replace
 from threading import Thread
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.engine.executor import ModelRanks
 from nemo_aligner.serving.front.app import Front
@@ -36,8 +35,7 @@ from nemo_aligner.serving.protocols.kserve import (
 from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
-from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
-from nemo_aligner.utils.processes import is_main
+from nemo_aligner.utils.errors import AlignerError
 
 logger = logging.getLogger(__name__)
 
@@ -55,22 +53,17 @@ class ServerSocket:
         """Bind the port. Collective: if rank 0 cannot serve, all ranks raise.
 
         Raises:
-            ServingError: the port is taken, the host is not an address of rank 0's machine, the
-                token cannot be read there, or Triton cannot be started.
+            ConfigError: the token cannot be read on rank 0's machine.
+            ServingError: the port is taken, the host is not an address of that machine, the ready
+                file cannot be written there, or Triton cannot be started.
         """
         self.listener: socket.socket | None = None
-        problems: list[str | None] = [None]
-        if is_main():
-            try:
-                _read_token(config)
-                check_triton(config)
-                self.listener = open_socket(config)
-            except (ConfigError, ServingError) as error:
-                problems = [str(error)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(problems, src=0)
-        if problems[0] is not None:
-            raise ServingError(problems[0])
+        on_main(lambda: self._bind(config))
+
+    def _bind(self, config: ServerConfig) -> None:
+        _read_token(config)
+        check_triton(config)
+        self.listener = open_socket(config)
 
     def __enter__(self) -> ServerSocket:
         return self
@@ -162,7 +155,7 @@ class _Leader:
 
         front = Front(models, endpoints, self._config, token, statistics)
         server = FrontServer(front, self._config)
-        url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
+        url, ready = url_of(self._listener, self._config), ReadyFile(self._config)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)
         # Exclude all objects that exist now from garbage collection, so that collections during

@@ -29,6 +29,7 @@ from nemo_aligner import __version__
 from nemo_aligner.config.describe import DISTRIBUTION, find_conflict, install_command
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.utils.errors import short
+from nemo_aligner.utils.processes import usable_cores
 
 _WIDTH = 80
 _INDENT = 10
@@ -337,10 +338,9 @@ def check_processor(has_gpu: bool) -> Iterator[Finding]:
     """Check the CPU: its usable cores, and which precisions its instructions speed up."""
     fields = _read_cpu_fields()
     name = fields.get("model name") or platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS")
     threads_note = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Finding("CPU", f"{name}: {cores} of {os.cpu_count()} cores usable{threads_note}")
+    yield Finding("CPU", f"{name}: {usable_cores()} of {os.cpu_count()} cores usable{threads_note}")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     relevant = [flag for flag in _RELEVANT_FLAGS if flag in flags]
     value = ", ".join(relevant) or "none that matter"

@@ -21,7 +21,7 @@ from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.data.report import far_labels
-from nemo_aligner.distributed.collectives import agree, gather_objects
+from nemo_aligner.distributed.collectives import agree, gather_objects, run_on_all
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import RewardLoss
 from nemo_aligner.utils.errors import TrainingError
@@ -154,16 +154,20 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     records = step.records
     if _are_finite(rewards, records, loss):
         return
-    parts = [
-        (index, rewards[records.rows([index])], records.select([index]))
-        for index in step.local_indices()
-    ]
-    local_blames = [
-        _blame_record(index, record_rewards, record, loss)
-        for index, record_rewards, record in parts
-        if not _are_finite(record_rewards, record, loss)
-    ]
-    blames_by_rank = gather_objects(local_blames)
+
+    def blame_own_records() -> list[_Blame]:
+        parts = [
+            (index, rewards[records.rows([index])], records.select([index]))
+            for index in step.local_indices()
+        ]
+        return [
+            _blame_record(index, record_rewards, record, loss)
+            for index, record_rewards, record in parts
+            if not _are_finite(record_rewards, record, loss)
+        ]
+
+    # A loss of the user's own may fail for a single record.
+    blames_by_rank = run_on_all(blame_own_records)
     indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
     # If only the sum of the losses is infinite, and no record's loss is, name all ranks, because
     # every rank has computed the sum.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_aligner
-from nemo_aligner.utils.errors import AlignerError, ConfigError, PeerError
+from nemo_aligner.utils.errors import AlignerError, ConfigError, PeerError, one_line
 
 # Find out which rank this process is, and choose the rank that reports an error.
 
@@ -55,9 +55,22 @@ def find_process(env: Mapping[str, str]) -> Process:
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _process_from_torchrun(env)
-    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_STEP_ID" in env:
+    if is_slurm_task(env):
         return _process_from_slurm(env)
     return Process(0, 1, 0, 1, None)
+
+
+def is_slurm_task(env: Mapping[str, str]) -> bool:
+    """Return True if srun has started this process as one of its ranks, without torchrun."""
+    of_slurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"}
+    return of_slurm <= env.keys() and not {"RANK", "WORLD_SIZE"} <= env.keys()
+
+
+def usable_cores() -> int:
+    """Count the CPU cores that this process may run on, which may be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):  # only on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def is_launched() -> bool:
@@ -314,9 +327,18 @@ def make_temporary(prefix: str, parent: Path | None = None) -> Path:
         parent: the folder in which to make it; None means the system's folder for temporary files.
 
     Raises:
-        OSError: the folder cannot be made.
+        ConfigError: the folder cannot be made in the system's folder for temporary files.
+        OSError: the folder cannot be made in ``parent``.
     """
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
+    except OSError as error:
+        if parent is not None:
+            raise
+        raise ConfigError(
+            f"TMPDIR: no temporary folder can be made: {one_line(error)}. Set it to a folder that "
+            "you may write to, on a disk with free space"
+        ) from error
     _REMOVERS[folder] = subprocess.Popen(
         ["/bin/sh", "-c", _REMOVER, str(folder)],
         stdin=subprocess.PIPE,

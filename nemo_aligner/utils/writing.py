@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
@@ -65,25 +66,64 @@ def explaining_full_disk(output: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {problem}") from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: write a temporary file next to it, and rename this to ``path``.
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """Yield a path for a temporary file next to ``path``, and remove the file after the block.
 
-    Missing folders are created. A path that is no regular file, such as /dev/stdout, is written
-    directly.
+    Every call yields another path, so that several programs can write ``path`` at the same time.
+    """
+    # A random name, because processes of two machines or containers may have the same id.
+    partial = path.with_name(f".{path.name}.{uuid4().hex[:12]}.partial")
+    try:
+        yield partial
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
+    """Write a file atomically: yield a path to write to, and rename this file to ``path`` after it.
+
+    If the block raises, a file that existed before is unchanged. If several programs write ``path``
+    at the same time, the last one to finish wins. A path that is no regular file, such as
+    /dev/stdout, is yielded itself, and written directly.
+
+    Args:
+        sync: write the file to the disk before it is renamed, and then the new name, so that
+            ``path`` is a complete file even after the machine has crashed.
+
+    Raises:
+        OSError: the file cannot be written or renamed.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = path.resolve()  # resolve: replace the target of a symbolic link, not the link
+    with temporary_beside(target) as partial:
+        yield partial
+        if sync:
+            sync_to_disk(partial)
+        os.replace(partial, target)
+        if sync:
+            sync_to_disk(target.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file by ``replacing``; missing folders are created.
 
     Raises:
         OSError: the file cannot be written. A file that existed before is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    target = path.resolve()  # resolve: replace the target of a symbolic link, not the link
-    partial = target.with_name(f"{target.name}.partial")
-    try:
+    with replacing(path) as partial:
         partial.write_bytes(content)
-        os.replace(partial, target)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Call fsync for a file, or for the directory entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -206,6 +208,37 @@ def test_runs_tell_once_of_a_write_that_fails(
     assert not (tmp_path / "step_00000002.partial").exists()
     (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
     assert save(checkpoints, {2: None}) == [2]
+
+
+def test_runs_go_on_if_an_old_checkpoint_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", f"{path}/state")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(shutil, "rmtree", refuse)
+        assert save(checkpoints, {1: None, 2: None, 3: None}) == [3]
+        assert checkpoints._deletion is not None
+        checkpoints._deletion.result()
+        left = [tmp_path / f"step_0000000{step}.removed" for step in (1, 2)]
+        problem = "cannot be deleted: [Errno 39] Directory not empty: "
+        assert caplog.messages == [f"{path}: {problem}'{path}/state'" for path in left]
+        caplog.clear()
+        checkpoints.clean()  # as at the next start
+        assert len(caplog.messages) == 2
+        caplog.clear()
+        # A checkpoint that cannot be renamed stays.
+        patched.setattr(run, "_rename_removed", refuse)
+        assert save(checkpoints, {4: None}) == [3, 4]
+        assert caplog.messages == [
+            f"{tmp_path}/step_00000003: {problem}'{tmp_path}/step_00000003/state'"
+        ]
+    checkpoints.clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
 
 
 def test_run_state_that_is_spoilt_is_named(tmp_path: Path) -> None:

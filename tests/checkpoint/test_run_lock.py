@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -193,3 +194,39 @@ def test_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path) -> None:
         assert path.stat().st_mtime == 1e9  # and the thread does not update another job's lock
         assert not (tmp_path / "checkpoints").exists()
     assert path.exists()
+
+
+def test_run_that_was_suspended_does_not_get_its_lock_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launch(), lock_run(tmp_path) as lock:
+        checkpoints = RunCheckpoints(tmp_path / "checkpoints", lock=lock)
+        # The file of a job that lives was deleted by somebody, and is created again at any time.
+        lock.path.unlink()
+        deleted = time.time()
+        while lock._updated < deleted:
+            time.sleep(0.01)
+        checkpoints.check_lock()
+        # While the job is suspended, no thread updates the file. Another job takes it over, trains
+        # and removes it.
+        lock._over.set()
+        lock._heart.join()
+        lock.path.unlink()
+        monkeypatch.setattr(run_lock, "DEAD_AFTER_S", 0.1)
+        time.sleep(0.2)
+        with pytest.raises(CheckpointError, match="lost its folder to another job, because"):
+            checkpoints.save(RunState(1, 8), Unsaved(), Unsaved())
+        assert checkpoints.has_lost_lock
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_that_is_lost_stays_lost_after_the_other_job(tmp_path: Path) -> None:
+    with launch(), lock_run(tmp_path) as lock:
+        checkpoints = RunCheckpoints(tmp_path / "checkpoints", lock=lock)
+        path = write(tmp_path, ELSEWHERE)
+        lock._heart.join(20)
+        path.unlink()  # the other job ends at once
+        with pytest.raises(CheckpointError, match="lost its folder to another job, because"):
+            checkpoints.check_lock()
+        assert checkpoints.has_lost_lock
+        assert list(tmp_path.iterdir()) == []

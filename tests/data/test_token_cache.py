@@ -154,7 +154,7 @@ def test_index_made_by_several_processes_is_the_same(
     in_memory = build(contracts, files, **settings)
     small_blocks(monkeypatch)
     monkeypatch.setattr(token_cache, "_BYTES_PER_PROCESS", 100)
-    monkeypatch.setattr(token_cache, "usable_processes", lambda: 2)
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: 2)
     monkeypatch.setattr(token_workers, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
     assert_same(build(contracts, files, **settings), in_memory)
@@ -199,7 +199,7 @@ def test_format_of_a_users_code_is_found_in_every_process(
     expected = steps_of(build(contracts, [tmp_path / "p.jsonl"]))
     small_blocks(monkeypatch)
     monkeypatch.setattr(token_cache, "_BYTES_PER_PROCESS", 100)
-    monkeypatch.setattr(token_cache, "usable_processes", lambda: 2)
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: 2)
     monkeypatch.setattr(token_workers, "tokenize_block", None)
     for code, count in ((CUSTOM_FORMAT, 1), (CUSTOM_FORMAT, 1), (CUSTOM_FORMAT + "\n", 2)):
         module.write_text(code)

@@ -10,7 +10,12 @@ from functools import partial
 
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.distributed.collectives import barrier, gather_objects, run_on_some
+from nemo_aligner.distributed.collectives import (
+    barrier,
+    gather_objects,
+    raise_everywhere,
+    run_on_some,
+)
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -24,6 +29,8 @@ def run(options: argparse.Namespace) -> int:
         barrier()
         if what == "exit in thread":
             run_on_some(partial(sys.exit, 3) if rank in who else None)
+        if what == "bug for all":
+            raise_everywhere(partial(fail, "bug" if rank in who else "nothing", rank))
         if rank in who:
             fail(what, rank)
         gather_objects("this waits for those who failed")

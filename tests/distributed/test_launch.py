@@ -80,6 +80,31 @@ def test_gpu_of_a_local_rank_is_its_own_or_the_only_one_that_slurm_shows(
         select(monkeypatch, 2, gpus=2, torchrun=False)
 
 
+def test_threads_of_the_ranks_share_the_cores_that_they_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """srun binds each rank to cores of its own, which other launchers do not."""
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(launching.os, "cpu_count", lambda: 64)
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0"}
+    for usable, ranks, environment, expected in (
+        (64, 8, {}, 8),
+        (16, 8, {}, 2),
+        (2, 1, {}, 2),
+        (1, 2, {}, 1),
+        (8, 8, slurm, 8),
+        (64, 8, slurm, 8),
+        (8, 8, {**slurm, "RANK": "0", "WORLD_SIZE": "8"}, 1),
+        (16, 2, {"OMP_NUM_THREADS": "3"}, None),
+    ):
+        threads.clear()
+        monkeypatch.setattr(launching, "usable_cores", lambda usable=usable: usable)
+        monkeypatch.setattr(launching.os, "environ", environment)
+        launching._split_cores(ranks)
+        assert threads == ([] if expected is None else [expected])
+
+
 def test_layout_sizes_leave_the_rest_to_data_parallelism_or_do_not_fit() -> None:
     for ranks, tp, pp, dp in ((1, 1, 1, 1), (8, 2, 2, 2), (8, 8, 1, 1), (6, 1, 3, 2)):
         assert check_sizes(ranks, tp, pp, sequence_parallel=tp > 1) == dp

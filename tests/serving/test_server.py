@@ -203,10 +203,15 @@ def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
         server.assert_nothing_is_left()
 
 
-def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
+def test_server_that_cannot_start_says_so_in_one_line_of_one_rank(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        done = run_local_ranks([FAKE, f"port={port}"], tiny.environment())
-    assert done.returncode == 1
-    beginning = f"ServingError: server.port: 127.0.0.1:{port} is not free"
-    assert [line[: len(beginning)] for line in done.stderr.splitlines()] == [beginning]
+        beginnings = {
+            f"port={port}": f"server.port: 127.0.0.1:{port} is not free",
+            f"ready_file={tmp_path}": f"server.ready_file: {tmp_path}: cannot be written",
+        }
+        for setting, beginning in beginnings.items():
+            done = run_local_ranks([FAKE, "port=0", setting], tiny.environment())
+            assert done.returncode == 1
+            (line,) = done.stderr.splitlines()
+            assert line.startswith(f"ServingError: {beginning}")

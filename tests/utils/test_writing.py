@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -15,8 +19,14 @@ from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.checkpoint.weights.save import _as_checkpoint_error
 from nemo_aligner.cli.main import _describe_for_user
 from nemo_aligner.data.records import write_lines, write_records
+from nemo_aligner.utils import writing
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from nemo_aligner.utils.writing import explaining_full_disk, write_problem, write_whole
+from nemo_aligner.utils.writing import (
+    explaining_full_disk,
+    replacing,
+    write_problem,
+    write_whole,
+)
 from tests.checkpoint.refusals import refusals
 
 FREE = r", with \d+\.\d [GM]B free .*\. Free some space, or choose another disk"
@@ -49,11 +59,19 @@ def full_disk(path: Path) -> Path:
     return path
 
 
-def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary_names(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the names of temporary files known, and return the part of them that is random."""
+    monkeypatch.setattr(writing, "uuid4", lambda: UUID(int=0))
+    return "0" * 12
+
+
+def test_full_disk_is_named_by_whatever_writes(tmp_path: Path, temporary_names: str) -> None:
     """The previous content stays."""
-    for name in ("lines.jsonl", "records.jsonl", "model.nemo", "run/run.lock"):
+    for name in ("lines.jsonl", "records.jsonl"):
+        full_disk(tmp_path / f".{name}.{temporary_names}.partial")
+    for name in (".model.nemo", "run/run.lock"):
         full_disk(tmp_path / f"{name}.partial")
-    full_disk(tmp_path / ".model.nemo.partial")
     (tmp_path / "lines.jsonl").write_text("old\n")
     weights = tmp_path / "weights"
     weights.mkdir()
@@ -81,7 +99,7 @@ def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
     assert _describe_for_user(error).startswith(f"{tmp_path}/x: the disk is full, with ")
 
 
-def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path, temporary_names: str) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
     write_whole(tmp_path / "link", b"new")
@@ -93,7 +111,7 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
     assert os.read(reader, 9) == b"piped"
     os.close(reader)
     write_whole(tmp_path / "made" / "file", b"x")
-    full_disk(tmp_path / "file.partial")
+    full_disk(tmp_path / f".file.{temporary_names}.partial")
     with pytest.raises(OSError, match="No space left"):
         write_whole(tmp_path / "file", b"newer")
     assert (tmp_path / "file").read_bytes() == b"new"
@@ -103,6 +121,27 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
         scratch_beside(tmp_path / "file" / "x"),
     ):
         pass
+
+
+def test_two_writers_of_a_file_leave_one_complete_file(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    inner = [{"writer": "inner", "number": number} for number in range(9000)]
+
+    def outer() -> Iterator[dict[str, Any]]:
+        yield {"writer": "outer"}
+        assert write_records(path, inner) == 9000
+        assert path.read_text().splitlines() == [json.dumps(record) for record in inner]
+        write_whole(path, b"other")
+        assert path.read_bytes() == b"other"
+        yield {"writer": "outer"}
+
+    assert write_records(path, outer()) == 2
+    assert path.read_text() == '{"writer": "outer"}\n' * 2
+    with replacing(path, sync=True) as first, replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"  # the last one that was finished
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_full_disk_of_another_file_is_that_files(tmp_path: Path) -> None:

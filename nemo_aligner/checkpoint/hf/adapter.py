@@ -44,6 +44,7 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
@@ -103,7 +104,7 @@ def _export_adapter(
     shape = ModelShape.from_config(folder.config)
     lora = _require_lora(folder, archive.lora, shape)
     say(f"scoring samples with {folder.source} ...")
-    loaded = reward_model_of(folder, layout, Precision.fp32)
+    loaded = reward_model_of(folder, layout, Precision.fp32, PointwiseChoice.eager)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
@@ -124,8 +125,7 @@ def _export_adapter(
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     card_arguments = (output.name, exported, pad_token, folder, options.base_license)
-    model_type = archive.family.to_hf(archive.config)["model_type"]
-    is_known = has_class(REWARD_SUFFIX, model_type)
+    is_known = has_class(REWARD_SUFFIX, archive.family.to_hf(archive.config)["model_type"])
     card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [

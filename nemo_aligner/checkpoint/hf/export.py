@@ -52,13 +52,12 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     ExportOptions,
     RewardArchive,
     build_exported_head,
+    build_reference_model,
     convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
-from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
-from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import HEADS, SIGMOID
@@ -68,7 +67,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
-from nemo_aligner.utils.writing import write_problem
+from nemo_aligner.utils.writing import sync_to_disk, write_problem
 
 # Export as a folder, with LoRA folded into the weights.
 
@@ -155,7 +154,7 @@ def _export(
     folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
     say(f"scoring samples with {folder.source} ...")
-    loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
+    loaded = build_reference_model(folder, layout)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
     reads_mean = contract.reply_marker is not None
     archive = RewardArchive.of(folder)
@@ -222,7 +221,7 @@ def _describe_folding(
     """Tell how far ``logits`` are from those of adapters that are not folded into their base."""
     if archive.lora is None or archive.lora.base_precision is None:
         return []
-    loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
+    loaded = build_reference_model(folder, layout)
     load_layers_on_demand(loaded.model, archive.read_unrounded)
     exact = compute_reference_logits(loaded.model, texts, layout)
     return [

@@ -35,7 +35,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     build_exported_head,
 )
 from nemo_aligner.checkpoint.hf.source import hf_shapes
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of, model_shape
 from nemo_aligner.config.common import Precision
@@ -48,6 +48,7 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
+from nemo_aligner.utils.writing import sync_to_disk
 
 _READER = "llama.cpp's rank pooling"
 # Label of the head's row of zeros. The label of the other row is the name of the attribute.

@@ -34,11 +34,17 @@ from nemo_aligner.checkpoint.hf.heads import (
 from nemo_aligner.checkpoint.hf.source import megatron_key, model_rules
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    LoadedRewardModel,
+    reward_model_without_weights,
+)
 from nemo_aligner.checkpoint.weights.store import TensorStore
-from nemo_aligner.config.common import Aggregate
+from nemo_aligner.config.common import Aggregate, Precision
 from nemo_aligner.config.dtypes import format_of
+from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LINEARS, LORA_A, LORA_B, LoraShape, is_of_adapter
@@ -54,6 +60,20 @@ _OPTIONAL_KEYS = (
     "qkv_bias",
     "qk_layernorm",
 )
+
+
+def build_reference_model(folder: NemoFolder, layout: ParallelLayout) -> LoadedRewardModel:
+    """Build the model whose rewards an export is compared with; its weights are not loaded.
+
+    It has no LoRA adapters, and computes in fp32 by torch's own operations, as transformers does.
+    """
+    return reward_model_without_weights(
+        folder,
+        layout,
+        Precision.fp32,
+        pointwise_kernels=PointwiseChoice.eager,
+        with_adapters=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,15 @@ from nemo_aligner.checkpoint.nemo.folder import (
     folder_of,
 )
 from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES
-from nemo_aligner.distributed.collectives import barrier, gather_objects, once_per_node
+from nemo_aligner.distributed.collectives import (
+    barrier,
+    gather_objects,
+    once_per_node,
+    run_on_all,
+)
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
-from nemo_aligner.utils.writing import explaining_full_disk, write_problem
+from nemo_aligner.utils.writing import explaining_full_disk, sync_to_disk, write_problem
 
 # Opening: an archive is unpacked once per host, and checked before anything in it is used.
 
@@ -179,33 +184,33 @@ def _prepare(
 def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
     """Call ``prepare``, which unpacks an archive, on one rank of each host; collective.
 
+    If ``prepare`` fails on any host, every rank raises its error.
+
     Returns:
         What ``prepare`` returned (None on ranks that did not call it), and the folder that was
         prepared on this rank's host.
-
-    Raises:
-        CheckpointError: on every rank, if ``prepare`` failed on any host.
     """
     if not dist.is_initialized():
         prepared = prepare()
         return prepared, prepared[0]
     hosts = gather_objects(socket.gethostname())
     preparing_rank = hosts.index(hosts[dist.get_rank()])
-    local, local_problem = None, None
-    if preparing_rank == dist.get_rank():
-        try:
-            local = prepare()
-        except CheckpointError as error:
-            local_problem = str(error)
-    # Raise a failure of any host on every rank, so that no rank waits forever in the next
-    # collective.
-    outcomes: list[Any] = gather_objects((None if local is None else local[0], local_problem))
-    for _, problem in outcomes:
-        if problem is not None:
-            if local is not None:
-                _remove_unpacked(local[0], path)
-            raise CheckpointError(problem)
-    return local, Path(outcomes[preparing_rank][0])
+    local: list[_Prepared] = []
+
+    def prepare_here() -> Path | None:
+        if preparing_rank != dist.get_rank():
+            return None
+        local.append(prepare())
+        return local[0][0]
+
+    try:
+        root = run_on_all(prepare_here)[preparing_rank]
+    except BaseException:
+        for unpacked, _ in local:
+            _remove_unpacked(unpacked, path)
+        raise
+    assert root is not None, "the preparing rank has returned it"
+    return (local[0] if local else None), root
 
 
 # Unpacking, with limits against malicious files.
@@ -234,6 +239,7 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
     Raises:
         CheckpointError: no such archive; a member that is no plain file or folder, occurs twice, or
             has a path outside the archive; too many bytes; or a checksum that does not match.
+        ConfigError: no temporary folder can be made.
     """
     if not path.is_file():
         raise CheckpointError(no_such_archive(path))
@@ -551,15 +557,6 @@ def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
-
-
-def sync_to_disk(path: Path) -> None:
-    """Call fsync for a file, or for the directory entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_model_config(path: Path) -> Mapping[str, Any]:

@@ -279,8 +279,8 @@ def load_reward_model(
 def reward_model_of(
     folder: NemoFolder,
     layout: ParallelLayout,
-    precision: Precision | None = None,
-    pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
+    precision: Precision | None,
+    pointwise_kernels: PointwiseChoice | None,
     bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Do what ``load_reward_model`` does, with an archive that is already open; collective."""
@@ -321,10 +321,10 @@ def _count_parameters(folder: NemoFolder, source: GPTRewardModel | None) -> Shar
 def reward_model_without_weights(
     folder: NemoFolder,
     layout: ParallelLayout,
-    precision: Precision | None = None,
+    precision: Precision | None,
     *,
+    pointwise_kernels: PointwiseChoice | None,
     with_adapters: bool = True,
-    pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
     frees_body: bool = False,
 ) -> LoadedRewardModel:
     """Build the model of ``reward_model_of`` and check the stored weights, but do not load them.

@@ -24,10 +24,10 @@ from nemo_aligner.checkpoint.weights.store import (
     ShardedStateDict,
     TensorStore,
     TorchDistStore,
-    raise_everywhere,
     read_common,
 )
 from nemo_aligner.checkpoint.weights.zarr import ZarrStore
+from nemo_aligner.distributed.collectives import raise_everywhere
 from nemo_aligner.utils.errors import CheckpointError
 
 _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {

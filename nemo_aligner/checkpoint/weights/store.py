@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -50,13 +50,12 @@ from nemo_aligner.checkpoint.weights.shards import (
     read_shard,
     slices_of,
 )
-from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.distributed.collectives import raise_everywhere
 from nemo_aligner.utils.errors import CheckpointError, short
 
 ShardedStateDict = dict[str, Any]
 # Global shape and dtype of each tensor, by its stored name.
 StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-T = TypeVar("T")
 _SHOWN_KEYS = 5
 
 
@@ -180,24 +179,6 @@ def _list_some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN_KEYS]) + more
 
 
-def raise_everywhere(function: Callable[[], T]) -> T:
-    """Run ``function`` on every rank, and return this rank's result; collective.
-
-    Raises:
-        CheckpointError: on every rank, if ``function`` raised one on any rank; the message is that
-            of the first such rank.
-    """
-    result, local_problem = None, None
-    try:
-        result = function()
-    except CheckpointError as error:
-        local_problem = str(error)
-    for problem in gather_objects(local_problem):
-        if problem is not None:
-            raise CheckpointError(problem)
-    return result  # type: ignore[return-value]
-
-
 def check_finite(tensor: Tensor, location: str) -> None:
     """Check that no value of a tensor is NaN or infinite; an error begins with ``location``.
 
@@ -293,8 +274,6 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            # Convert the OSError: raise_everywhere tells the other ranks only of a CheckpointError,
-            # so after another error they would wait forever.
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 

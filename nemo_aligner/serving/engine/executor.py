@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -205,12 +205,19 @@ class ModelRanks:
             self._pulse_thread.join()
 
     def fail(self, reason: str) -> None:
-        """Mark the ranks as lost, so that all operations fail; on a worker, end the process."""
-        if self.rank != 0:
-            logger.error("rank %d exits: %s", self.rank, reason)
-            # Exit without cleaning up, because the main thread may be in a collective that never
-            # returns.
-            os._exit(1)
+        """Mark the ranks as lost: rank 0 fails all operations, and a worker ends its process."""
+        if self.rank == 0:
+            self._fail_operations(reason)
+        else:
+            self._exit(reason)
+
+    def _exit(self, reason: str) -> NoReturn:
+        logger.error("rank %d exits: %s", self.rank, reason)
+        # Exit without cleaning up, because the main thread may be in a collective that never
+        # returns.
+        os._exit(1)
+
+    def _fail_operations(self, reason: str) -> None:
         with self._lock:
             if self.failure is None:
                 self.failure = reason
@@ -229,7 +236,7 @@ class ModelRanks:
         with suppress(RanksLostError):  # ``fail`` has already given every waiting future this error
             is_dropped = True
             while is_dropped and self.failure is None:
-                is_dropped = not self._send_and_advance(call, answer)
+                is_dropped = self._send_and_advance(call, answer)
 
     def _end_in_flight(self) -> None:
         if self.failure is not None:
@@ -239,6 +246,7 @@ class ModelRanks:
             self._send_and_advance(None, None)
 
     def _send_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
+        """Do what ``_advance`` does, on all ranks; called on rank 0."""
         if self.world_size > 1:
             # Build both tensors before sending the first, so that workers never wait for a second
             # that failed.
@@ -256,17 +264,18 @@ class ModelRanks:
         does this in the same order.
 
         Returns:
-            False if the call in flight has failed, and ``call`` was therefore dropped.
+            Whether ``call`` was dropped because the call in flight has failed. It must then be
+            begun again.
         """
         previous, self._in_flight = self._in_flight, None
         begun = None if call is None else self._begin(call, answer)
         if previous is not None and not self._end(previous, is_followed=begun is not None):
-            return begun is None
+            return begun is not None
         if begun is not None and self._is_launch(begun.call):
             self._in_flight = begun
         elif begun is not None:
             self._end(begun)
-        return True
+        return False
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._in_step():

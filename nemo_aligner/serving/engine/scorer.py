@@ -55,8 +55,8 @@ from nemo_aligner.utils.host_transfer import Arriving
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
-# Number of tokens for which attention uses all of its code paths: see
-# models/attention/cpu_inference.py.
+# Number of tokens for which attention uses all of its code paths: more than a span of
+# cpu/block_attention.py.
 _LONG_SAMPLE = 600
 
 
@@ -405,12 +405,12 @@ def load_scorer(
         loaded.contract,
         loaded.tokenizer,
         layout,
-        micro_batch_tokens,
-        watch,
-        prefix_cache_tokens,
-        loaded.fingerprint,
-        prefix_cache_states,
-        loaded.body,
+        micro_batch_tokens=micro_batch_tokens,
+        watch=watch,
+        prefix_cache_tokens=prefix_cache_tokens,
+        fingerprint=loaded.fingerprint,
+        prefix_cache_states=prefix_cache_states,
+        body=loaded.body,
     )
 
 

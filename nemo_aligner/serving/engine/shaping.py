@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -24,6 +23,7 @@ from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, short
+from nemo_aligner.utils.writing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -346,14 +346,8 @@ class RunningStatistics:
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
-        # The new file is written under another name first: if the server is killed meanwhile, the
-        # old file is still complete.
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
+        with replacing(file) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _load(self, file: Path) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import logging
 import signal
 import socket
 import ssl
@@ -22,7 +22,9 @@ from nemo_aligner.serving.front.handshake import behind_tls
 from nemo_aligner.serving.front.limits import ConnectionLimits
 from nemo_aligner.serving.scoring import ScoringService
 from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.writing import replacing, temporary_beside
 
+logger = logging.getLogger(__name__)
 _BACKLOG = 2048  # connections that wait in the kernel to be accepted; uvicorn's default
 
 
@@ -32,8 +34,8 @@ def open_socket(config: FrontConfig) -> socket.socket:
     A server binds it before loading a model, so that no other process takes the port meanwhile.
 
     Raises:
-        ServingError: the port is taken, the host is not an address of this machine, or the
-            certificate or its key cannot be used.
+        ServingError: the port is taken, the host is not an address of this machine, the
+            certificate or its key cannot be used, or the ready file cannot be written.
     """
     tls_context(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -47,9 +49,11 @@ def open_socket(config: FrontConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _describe_bind_error(config, error) from error
-    # A killed server may have left its ready file. Remove it, because a script that waits for the
-    # file would continue before this server is ready.
-    ReadyFile(config.ready_file).remove()
+    try:
+        ReadyFile(config).prepare()
+    except ServingError:
+        listener.close()
+        raise
     return listener
 
 
@@ -251,11 +255,28 @@ def _ignore_signals_after_drain() -> Iterator[None]:
 class ReadyFile:
     """A file that has the URL of a server while it answers.
 
-    Nothing is written if ``path`` is None.
+    Nothing is written if ``config.ready_file`` is None.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path)
+    def __init__(self, config: FrontConfig) -> None:
+        self._key = f"{config.section}.ready_file"
+        self._path = None if config.ready_file is None else Path(config.ready_file)
+
+    def prepare(self) -> None:
+        """Check that the file can be written, and remove one that a killed server has left.
+
+        A script that waits for the file would otherwise continue before this server is ready.
+
+        Raises:
+            ServingError: the path is a folder, or no file can be written there.
+        """
+        if self._path is None:
+            return
+        with self._explaining():
+            self._path.unlink(missing_ok=True)
+            # Write once now, so that a wrong path is reported before the model is loaded.
+            with temporary_beside(self._path) as partial:
+                partial.touch()
 
     def write(self, url: str) -> None:
         """Write the URL, when the server starts to answer.
@@ -265,17 +286,28 @@ class ReadyFile:
         """
         if self._path is None:
             return
-        # Write under another name, and rename: a script reads the file as soon as it exists.
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
+        # A script reads the file as soon as it exists.
+        with self._explaining(), replacing(self._path) as partial:
             partial.write_text(url + "\n")
-            partial.replace(self._path)
-        except OSError as error:
-            raise ServingError(
-                f"ready_file: {self._path}: cannot be written: {error.strerror}"
-            ) from error
 
     def remove(self) -> None:
-        """Remove the file, when the server no longer answers."""
-        if self._path is not None:
+        """Remove the file, when the server no longer answers.
+
+        If that fails, this is only logged, because requests in flight still need their answers.
+        """
+        if self._path is None:
+            return
+        try:
             self._path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s: %s: cannot be removed: %s", self._key, self._path, error.strerror)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ServingError(
+                f"{self._key}: {self._path}: cannot be written: {error.strerror}. Name a file in "
+                "a folder that exists and that you may write to"
+            ) from error

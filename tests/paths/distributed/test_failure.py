@@ -24,6 +24,8 @@ SCRIPT = "tests/distributed/failing.py"
         ("01", "different", 1, r"rank ([01]): DataError: \1\.jsonl:3: got 3\n"),
         # A bug takes one screen: what happened, and where the traceback is.
         ("1", "bug", 1, r"rank 1: unexpected ZeroDivisionError: a bug\n  in .*\n"),
+        # All ranks get the error of ``raise_everywhere``, so it names none.
+        ("1", "bug for all", 1, r"unexpected ZeroDivisionError: a bug\n  in .*\n"),
         ("1", "exit", 3, ""),
         ("1", "exit in thread", 3, ""),
     ],

@@ -24,6 +24,7 @@ from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.utils.errors import ServingError
 from tests.harness.environments import package
+from tests.harness.launching import free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
@@ -324,8 +325,22 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     stale.write_text("of a server that was killed")
     open_socket(GatewayConfig(port=port, ready_file=str(stale))).close()
     assert not stale.exists()
+    assert list(tmp_path.iterdir()) == []
     files = {"certificate_file": str(tmp_path / "none.pem"), "key_file": str(tmp_path / "none.key")}
     with pytest.raises(
         ServingError, match=r"gateway\.certificate_file: .*none.pem: the file does not exist"
     ):
         open_socket(GatewayConfig(port=0, **files))
+
+
+def test_ready_file_that_cannot_be_written_is_told_with_the_port_and_leaves_it_free(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    for path, reason in {tmp_path: "Is a dir", tmp_path / "none" / "ready": "No such file"}.items():
+        config = GatewayConfig(port=port, ready_file=str(path))
+        beginning = re.escape(f"gateway.ready_file: {path}: cannot be written: {reason}")
+        with pytest.raises(ServingError, match=beginning) as caught:  # it keeps the socket alive
+            open_socket(config)
+        open_socket(GatewayConfig(port=port)).close()
+        assert "Name a file in a folder that exists" in str(caught.value)
