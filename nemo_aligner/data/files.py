@@ -75,7 +75,8 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
         else:
             table = ipc.open_file(source).read_all()
         return list(enumerate(map(without_struct_nulls, table.to_pylist()), start=1))
-    except (pyarrow.ArrowException, OSError) as error:
+    # Python raises the last two for a time that it cannot hold, such as the year 10000.
+    except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         kind = "a Parquet" if content.startswith(_PARQUET) else "an Arrow"
         raise DataError(f"{path}: got {kind} file that cannot be read: {error}") from error
 
@@ -204,8 +205,8 @@ class Line:
 
     Attributes:
         number: line on which the object begins.
-        raw: JSON of the object as written in the file.
-        value: the object.
+        raw: JSON of the object, as written in the file, or made of a table's row.
+        value: the object; a table's row may have NaN, dates or bytes, so write ``raw`` to a file.
         holds_rows: True for a table's row that has a cell with lines that look like rows.
     """
 
@@ -290,7 +291,7 @@ def _make_line(row: Row) -> AnyLine:
     try:
         return Line(number, as_json(value), value)
     except DataError:
-        # A column has bytes, for example images. Drop such columns, because no format reads them.
+        # A column has bytes, for example images. ``raw`` is without it, as no format reads bytes.
         return Line(number, as_json(without_other_kinds(value)[0]), value)
 
 

@@ -6,7 +6,6 @@ of always taking the longer reply.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -26,6 +25,7 @@ from nemo_aligner.data.records import (
     Comparison,
     Rating,
     Record,
+    as_json,
     prompt_key,
     write_parts,
 )
@@ -158,7 +158,7 @@ def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     return {
         first.number: [
             # Write an item of a JSON list that spans several lines on one line.
-            line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
+            line.raw if "\n" not in line.raw else as_json(line.value)
             for line in lines[start : start + count]
         ]
         for start, first in enumerate(lines)

@@ -53,7 +53,7 @@ from nemo_aligner.data.records import (
     write_lines,
 )
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
-from nemo_aligner.evaluation.sources import RewardSource
+from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RIGHT_FROM, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -70,6 +70,7 @@ from nemo_aligner.metrics.table import (
 )
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, short
+from nemo_aligner.utils.finite import finite_or_none
 
 _MALFORMED_SHOWN = 3
 _DEFAULT_READER = ReaderConfig(rule=MalformedRule(section="data."))
@@ -131,10 +132,8 @@ class EvalResult:
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write metrics and counts as one JSON object; a metric without a value is null."""
-        metrics = {
-            name: value if math.isfinite(value) else None for name, value in self.metrics.items()
-        }
-        content = {**about, "kind": self.kind.value, "metrics": metrics, "counts": self.counts}
+        results = {"kind": self.kind.value, "metrics": self.metrics, "counts": self.counts}
+        content = finite_or_none({**about, **results})
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 
@@ -527,11 +526,5 @@ def _check_finite(
     """
     if not records:
         raise DataError("there is no record to evaluate")
-    bad_rows = np.flatnonzero(~np.isfinite(scores).all(axis=1))
-    if bad_rows.size:
-        sizes = counts or [len(record.texts) for record in records]
-        origin = records[int(np.searchsorted(np.cumsum(sizes), bad_rows[0], side="right"))].origin
-        raise DataError(
-            f"{origin}: the model's reward is not finite ({bad_rows.size} of {len(scores)} rewards "
-            "are not)"
-        )
+    sizes = counts or [len(record.texts) for record in records]
+    check_finite(scores, [records[n].origin for n in np.repeat(range(len(records)), sizes)])

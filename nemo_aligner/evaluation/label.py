@@ -9,6 +9,7 @@ file then.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -35,13 +36,14 @@ from nemo_aligner.data.formats.teacher import (
 from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.label_summary import SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, write_lines
+from nemo_aligner.data.records import Comparison, as_json, write_lines
 from nemo_aligner.data.token_cache import FileStat, check_unchanged, content_digest
 from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.evaluation.sources import (
     RewardSource,
+    check_finite,
     load_source,
     open_server,
     sizes_of_model,
@@ -50,6 +52,7 @@ from nemo_aligner.utils.console import fit_row, say
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from nemo_aligner.utils.processes import find_process
 
+logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.
 _PART = 512
 _URLS = ("http://", "https://")
@@ -143,7 +146,8 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
                 "whose rewards cannot be told apart. Write each comparison to its own line"
             )
         previous, place = record.origin, places[record.origin.line]
-        rows.append([line.value for line in file.lines[place : place + size]])
+        # A row of a table may hold dates or bytes, which JSON does not have; ``raw`` is without.
+        rows.append([json.loads(line.raw) for line in file.lines[place : place + size]])
         if CHOSEN_PROBABILITY in rows[-1][0]:
             raise DataError(
                 f"{record.origin}: it has a {CHOSEN_PROBABILITY!r}, and a record cannot have two "
@@ -227,8 +231,11 @@ def _score_records(
     if done:
         say(f"{source.name}: {done} of {total} records were scored before")
     for start in range(done, total, _PART):
-        samples = [text for record in file.records[start : start + _PART] for text in record.texts]
-        scored = source.scorer.score_rows(samples).check_finite()
+        part = file.records[start : start + _PART]
+        samples = [text for record in part for text in record.texts]
+        scored = source.scorer.score_rows(samples)
+        origins = [record.origin for record in part for _ in record.texts]
+        check_finite(scored.rewards, origins, scored.errors)
         if scored.model_fingerprint not in (None, fingerprint):
             raise ServingError(
                 f"{source.name}: the model was replaced while it labelled: the fingerprint was "
@@ -284,13 +291,21 @@ class _Progress:
 
 
 def _read_progress(path: Path, header: str) -> dict[tuple[str, int], np.ndarray]:
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    """Read the parts of the file, up to the first line that a crash has damaged."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.split("\n")
     parts, valid_lines = {}, [header]
     # The last piece is what follows the last line end: nothing, or a line that was not finished.
-    for line in lines[1:-1] if lines[:1] == [header] else []:
-        row = json.loads(line)
-        rewards = [np.nan if reward is None else reward for reward in row["rewards"]]
-        parts[row["teacher"], row["part"]] = np.array(rewards, dtype=np.float32)
+    for number, line in enumerate(lines[1:-1] if lines[0] == header else [], start=2):
+        try:
+            row = json.loads(line)
+            rewards = [np.nan if reward is None else reward for reward in row["rewards"]]
+            parts[row["teacher"], row["part"]] = np.array(rewards, dtype=np.float32)
+        except (ValueError, KeyError, TypeError):
+            logger.warning(
+                "%s:%d: the line is damaged. The parts from there on are scored again", path, number
+            )
+            break
         valid_lines.append(line)
     write_lines(path, valid_lines)
     return parts
@@ -353,7 +368,7 @@ def _write(
             first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
             counts["reordered"] += is_reordered
         labels.append(replace(record, teacher_rewards=tuple(rewards.mean(axis=0).tolist())))
-        lines += [json.dumps(row, ensure_ascii=False) for row in (first, *objects[1:])]
+        lines += map(as_json, (first, *objects[1:]))
     if not lines:
         raise DataError(f"{labelled.file.path}: no record is left to write: {counts}")
     written = write_lines(options.output, lines)

@@ -31,6 +31,7 @@ from nemo_aligner.data.records import (
 )
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.finite import finite_or_none
 
 ALL = "all"
 _BENCHMARK_SIDES = ("right", "wrong")
@@ -274,8 +275,8 @@ def _benchmark_row_to_dict(row: Prediction) -> dict[str, Any]:
         "record": row.record,
         "id": row.item.id,
         "source": row.item.source,
-        "right": row.right,
-        "rewards": dict(zip(_BENCHMARK_SIDES, rewards_by_side, strict=True)),
+        "right": finite_or_none(row.right),
+        "rewards": finite_or_none(dict(zip(_BENCHMARK_SIDES, rewards_by_side, strict=True))),
         "texts": {
             name: [text if isinstance(text, str) else as_json(text) for text in side]
             for name, side in zip(_BENCHMARK_SIDES, row.sides, strict=True)

@@ -143,7 +143,7 @@ def check_robustness(predictions: Predictions, source: RewardSource, count: int)
 
     Raises:
         DataError: all replies are code, or all samples are raw strings, in which nothing marks
-            where the reply begins.
+            where the reply begins; or the reward of a changed reply is not finite.
     """
     pairs = replace(predictions, rows=[row for row in predictions.rows if not row.item.is_code])
     if not pairs.rows:
@@ -192,7 +192,8 @@ def _score_changed(
                 texts.append(changed)
             else:
                 is_too_long[row, side] = is_changed[row, side]
-    changed_rewards = source.score_as_one(texts) if texts else np.zeros(0)
+    origins = [pairs[row].record for row, _ in places]
+    changed_rewards = source.score_as_one(texts, origins) if texts else np.zeros(0)
     for place, reward in zip(places, changed_rewards, strict=True):
         rewards[place] = reward
         is_too_long[place] = bool(np.isnan(reward))

@@ -23,10 +23,11 @@ from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
-from nemo_aligner.evaluation.sources import RewardSource
+from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow, read_items
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, writable
+from nemo_aligner.utils.finite import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,14 @@ class TaskResult:
         return "\n".join(lines)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write all rows, and the entries of ``about``, as one JSON object."""
+        """Write all rows, and the entries of ``about``, as one JSON object.
+
+        A figure that is not finite is null.
+        """
         rows = [asdict(row) for row in self.rows]
-        content = {"task": self.task, **about, "rows": rows, "left_out": self.left_out}
-        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False)])
+        results = {"rows": rows, "left_out": self.left_out}
+        content = finite_or_none({"task": self.task, **about, **results})
+        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 
 def _render_row(row: TaskRow, width: int) -> str:
@@ -110,8 +115,7 @@ def run_task(
 ) -> TaskResult:
     """Score all items of a benchmark's file, and compute the figures that the benchmark defines.
 
-    An item is dropped and counted if the model cannot take one of its samples, or returns no reward
-    for it.
+    An item is dropped and counted if the model cannot take one of its samples, or rejects it.
 
     Args:
         task: the benchmark.
@@ -121,7 +125,8 @@ def run_task(
 
     Raises:
         ConfigError: the benchmark judges steps, but the model has no reward for each step.
-        DataError: the file cannot be read, or a line is not a record of this benchmark.
+        DataError: the file cannot be read, a line is not a record of this benchmark, or the reward
+            of a sample or step is not finite.
     """
     left_out: Counter[str] = Counter()
     rows = []
@@ -167,7 +172,8 @@ def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> Chos
 
     Raises:
         ConfigError: the benchmark has no rule to choose by, or the model has no rewards of steps.
-        DataError: the file cannot be read, or has too little to choose by.
+        DataError: the file cannot be read, has too little to choose by, or the reward of a step is
+            not finite.
     """
     if task.choose is None:
         raise ConfigError(
@@ -198,8 +204,9 @@ def _score_items(
             f"{path}: it has no item of {task.name} that can be scored; left out: "
             f"{dict(left_out)}. The benchmark's file is {task.file}."
         )
+    origins = [f"{path}:{line}" for line, _ in numbered_items]
     rows = []
-    scored = zip(numbered_items, _compute_rewards(task, items, source), strict=True)
+    scored = zip(numbered_items, _compute_rewards(task, items, origins, source), strict=True)
     for (line, item), rewards in scored:
         if np.isnan(rewards).any():
             left_out["without a reward"] += 1
@@ -215,8 +222,10 @@ def _score_items(
     return rows
 
 
-def _compute_rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np.ndarray]:
-    """Compute the rewards of each item.
+def _compute_rewards(
+    task: Task, items: Sequence[Item], origins: Sequence[str], source: RewardSource
+) -> list[np.ndarray]:
+    """Compute the rewards of each item; ``origins`` has the file and line of each.
 
     Returns:
         For each item, the rewards of the steps of its one sample, ``[S]``, if the benchmark judges
@@ -224,23 +233,27 @@ def _compute_rewards(task: Task, items: Sequence[Item], source: RewardSource) ->
 
     Raises:
         ConfigError: the benchmark judges steps, but the source has no reward for each step.
+        DataError: the reward of a sample or step is not finite.
     """
-    scored = None
-    if source.has_steps or not task.reads_steps:
-        scored = source.scorer.score_rows([text for item in items for text in item.texts])
-    if scored is not None and not task.reads_steps:
-        rewards = one_reward(source.rewards_of(scored), source.weights).reshape(-1)
-        return np.split(rewards, np.cumsum([len(item.texts) for item in items])[:-1])
-    # ``scored.steps`` is None if the scorer gives no rewards of steps. A server that post-processes
-    # the rewards of samples does not return them either.
-    if scored is None or scored.steps is None:
+    texts = [text for item in items for text in item.texts]
+    sizes = [len(item.texts) for item in items]
+    if not task.reads_steps:
+        rewards = source.score_as_one(texts, np.repeat(origins, sizes).tolist())
+        return np.split(rewards, np.cumsum(sizes)[:-1])
+    steps_by_item = source.scorer.score_rows(texts).steps if source.has_steps else None
+    # ``steps`` is None if the scorer gives no rewards of steps. A server that post-processes the
+    # rewards of samples does not return them either.
+    if steps_by_item is None:
         raise ConfigError(
             f"task: {task.name} judges steps, but this model has no reward for each step. Evaluate "
             "a model that was trained with model.head.reads=step_ends or step_marks."
         )
+    for origin, steps in zip(origins, steps_by_item, strict=True):
+        if steps is not None:
+            check_finite(steps.rewards, [origin] * len(steps.rewards))
     return [
         one_reward(np.full((1, 1), np.nan) if steps is None else steps.rewards, source.weights)
-        for steps in scored.steps
+        for steps in steps_by_item
     ]
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.protocols.kserve import split_model_path
 from nemo_aligner.serving.tokens import find_token, hide_password
 from nemo_aligner.utils.console import Counter, say
-from nemo_aligner.utils.errors import ConfigError, ServingError
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from nemo_aligner.utils.processes import find_process
 
 
@@ -129,13 +129,22 @@ class RewardSource:
         scale = SCORE if self.contract is None else self.contract.reward_scale
         return scored.aggregated(self.aggregate, scale)
 
-    def score_as_one(self, samples: Sequence[Text]) -> np.ndarray:
+    def score_as_one(self, samples: Sequence[Text], origins: Sequence[object]) -> np.ndarray:
         """Score N samples, and combine the attributes of each by their weights.
+
+        Args:
+            origins: N records, by file and line, for errors.
 
         Returns:
             Weighted rewards ``[N]``, NaN for a rejected sample.
+
+        Raises:
+            DataError: the model's reward of a sample is NaN or infinite.
         """
-        return one_reward(self.rewards_of(self.scorer.score_rows(samples)), self.weights)
+        scored = self.scorer.score_rows(samples)
+        rewards = self.rewards_of(scored)
+        check_finite(rewards, origins, scored.errors)
+        return one_reward(rewards, self.weights)
 
     def fits(self, sample: Text) -> bool:
         """True if the model scores the sample whole, without truncating or rejecting it.
@@ -146,6 +155,27 @@ class RewardSource:
             return self.encoder is None or not self.encoder.encode(sample).truncated
         except (OverlongError, TurnMarkError):
             return False
+
+
+def check_finite(
+    rewards: np.ndarray, origins: Sequence[object], rejected: Collection[int] = ()
+) -> None:
+    """Check that the rewards ``[N, A]`` of a model are finite, such as none that overflowed fp16.
+
+    Args:
+        origins: N records, by file and line.
+        rejected: rows of samples that were not scored. They are not checked.
+
+    Raises:
+        DataError: a reward is NaN or infinite; the message names the first record with one.
+    """
+    is_bad = ~np.isfinite(rewards).all(axis=1)
+    is_bad[[*rejected]] = False
+    if is_bad.any():
+        raise DataError(
+            f"{origins[int(is_bad.argmax())]}: the model's reward is not finite "
+            f"({is_bad.sum()} of {len(rewards)} rewards are not)"
+        )
 
 
 # Opening the source that the settings name.

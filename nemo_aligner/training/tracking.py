@@ -9,7 +9,6 @@ twice there. ``metrics.jsonl`` has each step once.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
+from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.writing import write_problem
 
 Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tuple[Any, str]]
@@ -199,7 +199,8 @@ class MetricsFile:
         Raises:
             CheckpointError: the line cannot be written.
         """
-        row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        numbers = {name: float(value) for name, value in metrics.items()}
+        row = {"step": step, **finite_or_none(numbers)}
         try:
             self._lines.write(json.dumps(row, allow_nan=False) + "\n")
             self._lines.flush()
@@ -244,9 +245,3 @@ def _cut_after(path: Path, last_step: int) -> None:
     """
     rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
     write_lines(path, map(json.dumps, rows))
-
-
-def _finite(value: float) -> float | None:
-    """Return ``value`` as a float; None if it is NaN or infinite, which JSON cannot represent."""
-    number = float(value)
-    return number if math.isfinite(number) else None

@@ -144,6 +144,16 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         read_records(tmp_path / "a.parquet", ReaderConfig(RecordKind.comparison))
 
 
+def test_table_with_a_date_that_python_cannot_hold_is_an_error(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    days = pyarrow.array([10**8], pyarrow.date32())
+    parquet.write_table(pyarrow.table({"prompt": ["p"], "day": days}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: got a Parquet file that cannot be read: date"):
+        read_lines(tmp_path / "a.parquet")
+
+
 def read_binary(folder: Path, start: bytes) -> None:
     path = folder / "data.jsonl"
     path.write_bytes(start + b"\x00\xff" * 8)

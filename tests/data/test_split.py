@@ -109,6 +109,15 @@ def test_split_writes_null_for_numbers_that_json_has_not(tmp_path: Path) -> None
     assert scores == {"q 0": 1.0, "q 1": None, "q 2": None, "q 3": 2.0}
 
 
+def test_split_of_a_list_writes_null_for_too_large_a_number(tmp_path: Path) -> None:
+    rows = [
+        f'{{"prompt": "q {n}", "chosen": "a",\n"rejected": "b", "score": 1e999}}' for n in "abcd"
+    ]
+    (tmp_path / "pairs.json").write_text(f"[{','.join(rows)}]")
+    split_file(tmp_path / "pairs.json", tmp_path, Split(heldout=0.3))
+    assert {row["score"] for part in parts_of(tmp_path) for row in part} == {None}
+
+
 def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
     lines = []
     for n in range(40):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +18,7 @@ import nemo_aligner as na
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.cli.main import main
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.data import files
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
@@ -28,6 +31,7 @@ from nemo_aligner.evaluation.sources import load_source
 from tests.checkpoint.hf.exporting import export
 from tests.data.files import rows_of, write
 from tests.harness import tiny
+from tests.harness.scorers import source_of
 from tests.serving.servers import SERVE, running
 
 PAIRS = 24
@@ -86,7 +90,8 @@ def test_archive_folder_and_server_give_the_same_labels(folder: Path, server: st
     with launch():
         config = label._with_model(label.Labelling("", Path(), ()).config, str(teachers["archive"]))
         source = load_source(config, initialize_layout())
-        wanted = source.score_as_one([text for record in records for text in record.texts])
+        texts = [text for record in records for text in record.texts]
+        wanted = source.score_as_one(texts, [0] * len(texts))
     expected = wanted.reshape(-1, 2).astype(np.float32)
     for name, found in rows.items():
         rewards = np.array([row.pop("teacher_rewards") for row in found], dtype=np.float32)
@@ -146,6 +151,74 @@ def test_stopped_labelling_continues_to_the_same_file(
     kept = labelled(folder, "kept", *teachers, options=(f"--keep-confident={limit:.6f}",))
     assert 0 < len(kept) < PAIRS
     assert [row["id"] for row in kept] == np.flatnonzero(sure >= limit).tolist()
+
+
+def test_damaged_progress_is_scored_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The parts up to the damaged line are not."""
+    monkeypatch.setattr(label, "_PART", 5)
+    undamaged = labelled(folder, "undamaged", folder / "seen.nemo")
+    append, begun = label._Progress.append, []
+
+    def note(progress: Any, about: Any, part: int, rewards: np.ndarray) -> None:
+        append(progress, about, part, rewards)
+        begun.append(part)
+        if damage is not None and part == 3:
+            lines = progress.path.read_bytes().splitlines(keepends=True)
+            progress.path.write_bytes(b"".join([*lines[:3], damage(lines[3]), *lines[4:]]))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(label._Progress, "append", note)
+    verb = ["data", "label", str(folder / "pairs.jsonl"), f"--output={folder / 'damaged.jsonl'}"]
+    for damage in (
+        lambda line: bytes(len(line)), lambda line: line[:30], lambda line: b"{}\n",
+        lambda line: b"\xff\n", lambda line: b"7\n",
+    ):  # fmt: skip
+        assert main([*verb, f"--model={folder / 'seen.nemo'}"]) == 130
+        damage, begun[:] = None, []
+        caplog.clear()
+        assert labelled(folder, "damaged", folder / "seen.nemo") == undamaged
+        assert begun == [2, 3, 4]
+        assert ".damaged.jsonl.progress:4: the line is damaged" in caplog.text
+
+
+def test_reward_that_is_not_finite_is_an_error_by_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def score(texts: Sequence[Text]) -> np.ndarray:
+        return np.array([[math.inf if text in last.texts else 1.0] for text in texts])
+
+    *_, last = read_records(folder / "pairs.jsonl", ReaderConfig()).records
+    monkeypatch.setattr(label, "_PART", 5)
+    monkeypatch.setattr(label, "load_source", lambda *_: source_of(score))
+    verb = ["data", "label", str(folder / "pairs.jsonl"), f"--output={folder / 'infinite.jsonl'}"]
+    assert main([*verb, f"--model={folder / 'seen.nemo'}"]) == 1
+    error = capsys.readouterr().err
+    assert f"pairs.jsonl:{PAIRS}: the model's reward is not finite (2 of 8 rewards" in error
+
+
+def test_values_that_json_lacks_are_no_error_after_scoring(folder: Path) -> None:
+    """Dates, decimals, NaN and bytes of a table; too large a number and half a pair in a line."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    pair = {"prompt": "who", "chosen": "a cat", "rejected": "a dog"}
+    more = {
+        "day": datetime.date(2026, 5, 4),
+        "price": Decimal("1.50"),
+        "rated": math.nan,
+        "image": b"\x89PNG",
+    }
+    parquet.write_table(pyarrow.Table.from_pylist([{**pair, **more}]), folder / "table.jsonl")
+    (row,) = labelled(folder, "of_table", folder / "seen.nemo", data="table")
+    assert row.pop("teacher_rewards")
+    del row["teacher"]
+    assert row == {**pair, "day": "2026-05-04", "price": "1.50", "rated": None}
+    line = json.dumps({**pair, "half": "\ud800"})
+    (folder / "lines.jsonl").write_text(f'{line[:-1]}, "rated": 1e999}}\n')
+    (row,) = labelled(folder, "of_lines", folder / "seen.nemo", data="lines")
+    assert (row["half"], row["rated"]) == ("\ud800", None)
 
 
 def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,17 @@ def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> N
     robustness = check(reject_long, pairs_of(by_length, (LONG, SHORT), ("Right.", "wrong")))
     assert row_of(robustness, "said_twice", BOTH).too_long == 1
     assert row_of(robustness, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
+
+
+def test_changed_reply_whose_reward_is_not_finite_is_an_error_of_its_pair() -> None:
+    def overflow(texts: Sequence[Text]) -> np.ndarray:
+        rewards = by_length(texts)
+        return np.where([reply_of(text).count(LONG) == 2 for text in texts], np.inf, rewards)
+
+    rows = [*pairs_of(by_length, ("Right.", "wrong"), (LONG, SHORT)).rows]
+    rows[1] = replace(rows[1], record="x:2")
+    error = refusal(DataError, check, overflow, Predictions(rows))
+    assert error.startswith("x:2: the model's reward is not finite (1 of 4 rewards")
 
 
 def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, reply_of
-from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.contract.scorer import StepRewards
+from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
+from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
-from nemo_aligner.evaluation.tasks.base import read_items
+from nemo_aligner.evaluation.tasks.base import Level, TaskRow, read_items
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
@@ -125,6 +129,45 @@ def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
     )
     assert report.left_out == {"too long": 1, "without a verdict": 1}
     assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in report.render({})
+
+
+def test_reward_that_is_not_finite_is_an_error_by_line(tmp_path: Path) -> None:
+    """As for a file of pairs, and also if its attribute weighs 0 or it is that of a step."""
+
+    def overflow(texts: Sequence[Text]) -> np.ndarray:
+        return np.array([[np.inf if "4" in reply_of(text) else 1.0] for text in texts])
+
+    def overflow_in_both(texts: Sequence[Text]) -> np.ndarray:
+        return np.hstack([overflow(texts), -overflow(texts)])
+
+    def overflow_in_steps(texts: Sequence[Text]) -> list[StepRewards]:
+        return [StepRewards(-overflow([text] * 2)) for text in texts]
+
+    pair, steps = find_task("autoj"), find_task("processbench")
+    cases = (
+        (pair, source_of(overflow), "1 of 4"),
+        (pair, source_of(overflow_in_both, attributes=("a", "b")), "1 of 4"),
+        (steps, source_of(by_length, overflow_in_steps), "2 of 2"),
+    )
+    for task, source, count in cases:
+        records = [task.sample, {**task.sample, "response 1": "1", "response 2": "2"}]
+        path = write(tmp_path / "b.jsonl", records[::-1])
+        error = refusal(DataError, run_task, task, path, source)
+        place = "b.jsonl:2" if task is pair else "b.jsonl:1"
+        assert f"{place}: the model's reward is not finite ({count} rewards are not)" in error
+
+
+def test_files_of_results_hold_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    item = Item("1", "s", ("a", "b"))
+    verdicts = Predictions([Prediction(item, np.array([np.inf, 0]), np.nan)], is_benchmark=True)
+    rows = [TaskRow(Level.overall, "all", np.inf, 1)]
+    report = TaskResult("best_of_n", rows, verdicts, {})
+    report.write(tmp_path / "report.json", {"margin": np.nan})
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["margin"], content["rows"][0]["value"]) == (None, None)
+    verdicts.write(tmp_path / "verdicts.jsonl")
+    verdict = json.loads((tmp_path / "verdicts.jsonl").read_text())
+    assert (verdict["right"], verdict["rewards"]) == (None, {"right": [None], "wrong": [0.0]})
 
 
 # Files of the published benchmarks: how many items are scored, and how many are left out.

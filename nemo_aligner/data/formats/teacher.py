@@ -59,7 +59,8 @@ def with_teacher(record: Record, fields: Fields, has_parts: bool) -> Record:
     # ``data label`` writes this for people: mark it as read, so that reports do not list it.
     fields.names_read.add(TEACHER_SPREAD)
     teacher = fields.get(TEACHER)
-    about = "" if teacher is None else json.dumps(teacher, sort_keys=True)
+    # A table may hold a date there, for example, which JSON writes as text.
+    about = "" if teacher is None else json.dumps(teacher, sort_keys=True, default=str)
     if present == [TEACHER_REWARDS]:
         rewards = _read_rewards(fields[TEACHER_REWARDS], len(record.texts))
         rewards = tuple(rewards[position] for position in record.positions_in_record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.inspect import Inspection, inspect_files
-from nemo_aligner.data.readers import ReaderConfig
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Comparison
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -47,6 +48,17 @@ def test_rewards_of_every_format_stay_with_their_replies(known: Any, tmp_path: P
     of_texts = dict(zip(map(repr, record.texts), record.teacher_rewards, strict=True))
     for text, reward in zip(swapped.texts, swapped.teacher_rewards, strict=True):
         assert of_texts[repr(text)] == reward
+
+
+def test_teacher_of_a_table_may_have_a_date(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    row = {**PAIR, "teacher_rewards": [1.0, 0.0], "teacher": {"day": date(2026, 5, 4)}}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "soft.parquet")
+    (record,) = read_records(tmp_path / "soft.parquet", ReaderConfig()).records
+    assert isinstance(record, Comparison)
+    assert record.teacher == '{"day": "2026-05-04"}'
 
 
 def test_rewards_are_in_the_order_of_the_record(tmp_path: Path) -> None:
