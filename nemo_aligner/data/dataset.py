@@ -458,18 +458,20 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
             epoch has no record of a file.
     """
     order = EpochOrder(tuple(sizes), seed, tuple(weights))
-    if weights and len(weights) != len(sizes):
+    if not weights:
+        return order
+    if len(weights) != len(sizes):
         raise ConfigError(
             f"model.data.data_prefix.train_weights: {len(weights)} weights for {len(sizes)} "
             "training files. Give one weight for each file"
         )
     for number, (size, share) in enumerate(zip(sizes, order.shares(), strict=True), start=1):
-        if weights and size == 0:
+        if size == 0:
             raise ConfigError(
                 f"model.data.data_prefix.train_weights: no record of file {number} is kept, so an "
                 "epoch cannot take any. The table of the file above says why; leave it out"
             )
-        if weights and share == 0:
+        if share == 0:
             raise ConfigError(
                 f"model.data.data_prefix.train_weights: with the weights {list(weights)}, an epoch "
                 f"of {order.size} records has none of file {number}. Raise its weight, or leave "
