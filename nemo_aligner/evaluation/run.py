@@ -32,7 +32,7 @@ from nemo_aligner.evaluation.run_task import TaskResult, choose_threshold, run_t
 from nemo_aligner.evaluation.sources import RewardSource, open_source
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.evaluation.tasks.base import Task
-from nemo_aligner.training.resume import describe_contract, find_versions
+from nemo_aligner.training.run_facts import describe_contract, find_versions
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError
 

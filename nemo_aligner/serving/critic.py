@@ -29,8 +29,9 @@ from nemo_aligner.serving.endpoints import (
     contract_endpoint,
     decode_request,
 )
-from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
+from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
+from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError

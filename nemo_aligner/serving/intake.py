@@ -22,8 +22,8 @@ from nemo_aligner.contract.messages import Text, is_plain
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.templates import name_of
 from nemo_aligner.contract.text_encoder import TextEncoder
-from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.engine.executor import RanksLostError
+from nemo_aligner.serving.engine.meter import Meter
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError

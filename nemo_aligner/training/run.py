@@ -43,7 +43,8 @@ from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import Callback, build_loggers
 from nemo_aligner.training.prepare import PreparedRun, check_settings, open_run_folder, prepare_run
-from nemo_aligner.training.resume import RunFacts, resume
+from nemo_aligner.training.resume import resume
+from nemo_aligner.training.run_facts import RunFacts
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import Outcome, SupervisedTrainer
 from nemo_aligner.utils.console import Counter, say, unfold, waiting_for

@@ -17,9 +17,9 @@ import pytest
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
-from nemo_aligner.serving.engine.batcher import ReadWriteLock
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.pace import CallClock
+from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_same_encoding, run_critic_server

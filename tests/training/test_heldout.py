@@ -16,7 +16,7 @@ from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPositi
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.training.heldout import HeldoutRewards
-from nemo_aligner.training.resume import RunFacts
+from nemo_aligner.training.run_facts import RunFacts
 from tests.data import files
 from tests.harness import tiny
 from tests.harness.contracts import Contracts

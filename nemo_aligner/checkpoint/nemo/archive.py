@@ -45,6 +45,7 @@ from nemo_aligner.distributed.collectives import (
     barrier,
     gather_objects,
     once_per_node,
+    raise_everywhere,
     run_on_all,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
@@ -126,12 +127,15 @@ def _unpack_and_open(
         _ = folder.config, with_weights and folder.weights
         return folder
 
-    # The rank that unpacked the archive has opened the folder already; the other ranks open it
-    # here.
     prepared, root = _once_per_host(archive, lambda: _prepare(archive, with_weights, open_folder))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
+
+    def open_here() -> NemoFolder:
+        # The rank that unpacked the archive has opened the folder already.
+        return open_folder(root) if prepared is None else prepared[1]
+
     try:
-        yield open_folder(root) if prepared is None else prepared[1]
+        yield raise_everywhere(open_here) if has_peers else open_here()
     except BaseException:
         if not has_peers:  # else other ranks may still be reading
             _remove_unpacked(root, archive)

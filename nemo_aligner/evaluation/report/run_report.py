@@ -54,7 +54,7 @@ class RunReport:
         rows: figures of a benchmark.
         robustness: results of the robustness check; None if it was not run.
         facts: other facts, such as data files, versions and the scoring contract. Those of a run
-            are written by ``training/resume.py``.
+            are written by ``training/run_facts.py``.
         settings: all settings by their dotted keys.
     """
 

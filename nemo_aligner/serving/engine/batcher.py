@@ -7,21 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from threading import Condition, Lock, Thread
-from typing import Any, NamedTuple, TypeVar
+from threading import Condition, Thread
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nemo_aligner.data.packing import count_fitting, packed_tokens
+from nemo_aligner.serving.engine.meter import Meter
 from nemo_aligner.serving.engine.pace import CallClock, ModelPace
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
 """Starts to compute N rows, and returns the future of N arrays; calls run one after another."""
 
@@ -359,206 +358,3 @@ class Batcher:
         for request in failed:
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_exception(error)
-
-
-# Meter below counts requests and calls of the model, for the log and for /metrics.
-
-# Most latencies to keep. Each log line clears them, but a server may never log its load, and must
-# not keep a latency for every request.
-_MOST_SECONDS = 10_000
-
-
-@dataclass
-class _Counts:
-    """Counts of requests and calls since the last log line."""
-
-    begun: float
-    # Seconds from arrival to answer, of the latest answered requests.
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SECONDS))
-    requests: int = 0
-    rows: int = 0
-    tokens: int = 0
-    num_refused: int = 0
-
-
-@dataclass
-class _Totals:
-    """Counts of requests and calls since the start; ``/metrics`` shows them under these names."""
-
-    requests: int = 0
-    rows: int = 0
-    tokens: int = 0
-    refused_requests: int = 0
-    calls: int = 0
-    queue_seconds: float = 0.0
-    forward_seconds: float = 0.0
-
-
-class Meter:
-    """Counts requests and calls of the model; may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._counts = _Counts(time.monotonic())
-        self._totals = _Totals()
-
-    def count_answer(self, seconds: float, rows: int, tokens: int) -> None:
-        """Count an answered request of ``rows`` rows; ``seconds`` is the time since its arrival."""
-        with self._lock:
-            # A request without rows has not waited for the model, so its latency is not kept.
-            if rows:
-                self._counts.seconds.append(seconds)
-            self._counts.requests += 1
-            self._counts.rows += rows
-            self._counts.tokens += tokens
-            self._totals.requests += 1
-            self._totals.rows += rows
-            self._totals.tokens += tokens
-
-    def count_failure(self) -> None:
-        """Count a request that was answered with an error."""
-        with self._lock:
-            self._counts.num_refused += 1
-            self._totals.refused_requests += 1
-
-    def count_call(self, queue_seconds: float, forward_seconds: float) -> None:
-        """Count a call for which the model took ``forward_seconds``.
-
-        ``queue_seconds`` is the time that a row waited for the call, summed over its rows.
-        """
-        with self._lock:
-            self._totals.calls += 1
-            self._totals.queue_seconds += queue_seconds
-            self._totals.forward_seconds += forward_seconds
-
-    def statistics(self) -> dict[str, float]:
-        """Return sums since the start.
-
-        ``requests``, ``rows`` and ``tokens`` count what was answered, and ``refused_requests`` what
-        got an error. ``calls`` of the model took ``forward_seconds``. ``queue_seconds`` is the sum
-        over all rows of the time that a row waited for its call.
-        """
-        with self._lock:
-            return asdict(self._totals)
-
-    def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
-        """Return a log line of the counts since the last one, and reset them; None if all are 0."""
-        now = time.monotonic()
-        with self._lock:
-            counts, self._counts = self._counts, _Counts(now)
-        if not counts.requests and not counts.num_refused:
-            return None
-        elapsed = now - counts.begun
-        parts = [
-            f"{counts.requests / elapsed:.3g} requests/s",
-            f"{counts.rows / elapsed:.3g} rows/s",
-            f"{counts.tokens / elapsed:,.0f} tokens/s",
-            f"{waiting_rows} in the queue",
-        ]
-        if counts.seconds:
-            median, percentile_99 = np.percentile(counts.seconds, [50, 99]) * 1000
-            parts.append(f"p50 {median:,.0f} ms, p99 {percentile_99:,.0f} ms")
-        if cached_tokens and counts.tokens:
-            parts.append(f"{cached_tokens / counts.tokens:.0%} of tokens cached")
-        if counts.num_refused:
-            parts.append(f"{counts.num_refused} refused")
-        return " | ".join(parts)
-
-
-# ReadWriteLock below lets requests for values share the model, and training and saving have it
-# alone.
-
-Begin = Callable[[], "Future[Any]"]
-"""Starts work, and returns a future that is done when the work has ended."""
-
-
-class _Work(NamedTuple):
-    begin: Begin
-    answer: Future[Any]
-    is_exclusive: bool
-
-
-class ReadWriteLock:
-    """Runs work in the order of its arrival: shared work concurrently, exclusive work by itself.
-
-    Computing values is shared work, training is exclusive. Values that are being computed are
-    finished before the model trains, and later requests wait until training has ended. Work that is
-    cancelled before it begins is dropped. After it has begun, shared work can still be cancelled,
-    but exclusive work continues. Any thread may call the methods.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._waiting: dict[Future[Any], _Work] = {}
-        self._running = 0
-        self._runs_exclusive = False
-
-    @property
-    def is_exclusive(self) -> bool:
-        """Tell whether exclusive work is running or waiting."""
-        with self._lock:
-            return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
-
-    def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
-        """Call ``begin`` once the work may run; return the future of the work's result."""
-        answer: Future[T] = Future()
-        with self._lock:
-            self._waiting[answer] = _Work(begin, answer, exclusive)
-        answer.add_done_callback(self._drop)
-        self._begin_next()
-        return answer
-
-    def _drop(self, answer: Future[Any]) -> None:
-        """Remove work that was cancelled before it began; the work behind it may then begin."""
-        with self._lock:
-            is_dropped = self._waiting.pop(answer, None) is not None
-        if is_dropped:
-            self._begin_next()
-
-    def _begin_next(self) -> None:
-        while (work := self._pop_next()) is not None:
-            # After set_running_or_notify_cancel returns True, exclusive work can no longer be
-            # cancelled.
-            if work.is_exclusive and not work.answer.set_running_or_notify_cancel():
-                self._release()
-                continue
-            try:
-                result = work.begin()
-            except Exception as error:
-                result = Future()
-                result.set_exception(error)
-            if not work.is_exclusive:
-                work.answer.add_done_callback(partial(_pass_cancellation, result))
-            result.add_done_callback(partial(self._end, work))
-
-    def _pop_next(self) -> _Work | None:
-        with self._lock:
-            work = next(iter(self._waiting.values()), None)
-            if work is None or (self._running and (work.is_exclusive or self._runs_exclusive)):
-                return None
-            del self._waiting[work.answer]
-            self._running += 1
-            self._runs_exclusive = work.is_exclusive
-            return work
-
-    def _end(self, work: _Work, result: Future[Any]) -> None:
-        self._release()
-        self._begin_next()
-        # The sender may have cancelled shared work while it ran; then nobody waits for the result.
-        if not work.is_exclusive and not work.answer.set_running_or_notify_cancel():
-            return
-        error = result.exception()
-        if error is None:
-            work.answer.set_result(result.result())
-        else:
-            work.answer.set_exception(error)
-
-    def _release(self) -> None:
-        with self._lock:
-            self._running -= 1
-            self._runs_exclusive = False
-
-
-def _pass_cancellation(result: Future[Any], answer: Future[Any]) -> None:
-    if answer.cancelled():
-        result.cancel()

@@ -17,6 +17,7 @@ from tests.utils.test_processes import is_empty_soon
 READ = """
 import os, pathlib, sys, tempfile, time
 from nemo_aligner.utils.processes import report
+from nemo_aligner.checkpoint.nemo import archive as archives
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.distributed.launch import launch
@@ -28,12 +29,17 @@ class Unreadable(Exception):
 
 ERRORS = {"no folder": OSError("No usable directory"), "bug": Unreadable(1, 2)}
 
+def cannot_open(*paths):
+    raise OSError("Stale file handle")
+
 def main(archive, failing, marks):
     rank = os.environ["RANK"]
     if failing in ERRORS and rank == "0":
         def make_folder(**options):
             raise ERRORS[failing]
         tempfile.mkdtemp = make_folder
+    if failing == "rank 1 cannot open" and rank == "1":
+        archives.folder_of = cannot_open
     with launch(), open_nemo(archive) as folder:
         barrier()
         if rank == failing:
@@ -82,7 +88,7 @@ def test_archive_unpacked_for_ranks_is_gone_when_they_end(archive: Path, tmp_pat
         assert is_empty_soon(tmp_path / who / "scratch"), who
 
 
-def test_archive_that_one_rank_cannot_unpack_is_the_same_error_on_all_ranks(
+def test_archive_that_one_rank_cannot_unpack_or_open_is_the_same_error_on_all_ranks(
     archive: Path, tmp_path: Path
 ) -> None:
     """If rank 1 did not get the error, but waited for rank 0, the message would name rank 0."""
@@ -91,6 +97,7 @@ def test_archive_that_one_rank_cannot_unpack_is_the_same_error_on_all_ranks(
         "Set it to a folder that you may write to, on a disk with free space\n",
         # The pickle of this error cannot be read, so its text is sent.
         "bug": "RuntimeError: Unreadable: 2 parts\n",
+        "rank 1 cannot open": "OSError: Stale file handle\n",
     }
     started = {why: start(archive, tmp_path / why, why) for why in expected}
     assert {why: started[why].communicate(timeout=120)[1] for why in expected} == expected

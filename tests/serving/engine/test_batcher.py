@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.backpressure import BackpressureLimit
-from nemo_aligner.serving.engine.batcher import Batcher, Meter
+from nemo_aligner.serving.engine.batcher import Batcher
+from nemo_aligner.serving.engine.meter import Meter
 from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
