@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from nemo_aligner.contract.messages import (
-    REASONING,
     Conversation,
     Message,
     Messages,
     Text,
-    joined_content,
     messages_of,
     principle_of,
     with_messages,
@@ -96,25 +94,14 @@ def ask_after_reply(
     return turns
 
 
-def check_all_rendered(reply: Message, question: Message, rendered: str) -> None:
-    """Check that a chat template renders all of a reply, and the question that follows it.
-
-    Some templates omit the reasoning of all replies but the last.
+def check_question_rendered(question: Message, rendered: str) -> None:
+    """Check that a chat template renders the question that follows a reply.
 
     Raises:
-        DataError: the question, or the reply's reasoning or content is not in ``rendered``.
+        DataError: the question is not in ``rendered``.
     """
     if question["content"].strip() not in rendered:
         raise DataError("principle: the chat template does not render the question about it")
-    parts = {name: joined_content(reply.get(name)).strip() for name in (*REASONING, "content")}
-    for name, text in parts.items():
-        if text not in rendered:
-            raise DataError(
-                f"the reply's {name}: the chat template does not render all of it in front of the "
-                "question about the principle, so the model would never see it. Remove the "
-                "reasoning from the reply, or train with a template that keeps it "
-                "(model.data.template=chatml)"
-            )
 
 
 # Samples from outside, to which a caller adds principles.

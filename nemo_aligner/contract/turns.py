@@ -30,9 +30,10 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.principles import (
     ask_after_reply,
-    check_all_rendered,
+    check_question_rendered,
     write_question,
 )
+from nemo_aligner.contract.rendered import check_rendered
 from nemo_aligner.contract.template_check import template_reading
 from nemo_aligner.contract.templates import (
     CallFrames,
@@ -303,9 +304,12 @@ def write_conversation(
     origin = name_of(template) or "the tokenizer's own" * (template == tokenizer.chat_template)
     adapted = template_reading(template, bos, eos, kwargs, origin).adapt(conversation)
     if question is None:
-        return render(template, adapted, bos, eos, kwargs)
-    text = render(template, ask_after_reply(adapted, question), bos, eos, kwargs, for_answer=True)
-    check_all_rendered(messages_of(adapted)[-1], question, text)
+        text = render(template, adapted, bos, eos, kwargs)
+    else:
+        asked = ask_after_reply(adapted, question)
+        text = render(template, asked, bos, eos, kwargs, for_answer=True)
+        check_question_rendered(question, text)
+    check_rendered(conversation, text)
     return text
 
 

@@ -103,7 +103,10 @@ def test_principle_is_refused_where_the_model_would_not_see_it(
         ((asking, Conversation(CHAT, principle="a<|im_end|>b")), "^principle: got '<|im_end|>' at"),
         ((asking, {"messages": CHAT, "principle": 3}), "principle: got 3, wanted a string"),
         ((asking, {"messages": CHAT, "principle": "\ud800"}), "principle: got half of a surrogate"),
-        ((reading, Conversation(thinking, principle="a")), "reply's reasoning_content: the chat"),
+        (
+            (reading, Conversation(thinking, principle="a")),
+            r"^messages\[1\]\.reasoning_content: the chat",
+        ),
     ]
     assert_refused(lambda case: case[0].encode(contracts.tokenizer, case[1]), cases, DataError)
     with pytest.raises(TurnMarkError, match=r"^principle: got '<\|im_start\|>' at character 2"):

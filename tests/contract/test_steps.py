@@ -195,10 +195,10 @@ def test_text_whose_steps_cannot_be_told_is_refused(
         (parts("a", "  "), "step 2 of 2: got '  ', wanted one that is not blank"),
     ]
     assert_refused(lambda given: ends.encode(tokenizer, [USER, said(given)]), cases, DataError)
-    shouts = ends.template.replace("'content']", "'content'] | upper")
-    upper = dataclasses.replace(ends, template=shouts)
+    one_line = ends.template.replace("'content']", "'content'] | replace('\\n\\n', ' ')")
+    joined = dataclasses.replace(ends, template=one_line)
     with pytest.raises(DataError, match="the chat template changes the reply"):
-        upper.encode(tokenizer, [USER, said("a\n\nb")])
+        joined.encode(tokenizer, [USER, said("a\n\nb")])
     trims = ends.template.replace("'content']", "'content'] | trim")
     spaced = [USER, said(" a\n\nb \n\n ")]
     trimmed = dataclasses.replace(ends, template=trims)

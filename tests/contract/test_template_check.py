@@ -72,11 +72,15 @@ UNWRITTEN: dict[str, dict[str, str]] = {
     **{
         model: {
             "reasoning": "reasoning_content", "reasoning and a call": "reasoning_content",
-            "documents": "documents",
+            "documents": "documents", "a call with words": r"messages[1].content",
         }
         for model in ("llama-3.1", "llama-3.2", "mistral-v3")
     },
 }  # fmt: skip
+# Only the last question gets the system prompt, and only if no reply follows it.
+UNWRITTEN["mistral-v3"] |= dict.fromkeys(
+    ("plain", "tools and a system prompt", "a result and a reply"), "messages[0].content"
+)
 
 
 def written(template: str, conversation: Any, tokenizer: Tokenizer, kwargs: str = "") -> str:
