@@ -58,8 +58,8 @@ Compare two reward models on the same pairs: accuracies, significance, and flipp
       output_rewards=b.jsonl
   nemo-aligner compare a.jsonl b.jsonl --flips flips.jsonl
 
-All confidence intervals are 95%: Wilson's for accuracies, bootstrap for their difference. p is from
-McNemar's exact test. "A only" counts pairs that only A ranks correctly.
+All confidence intervals are 95%: Wilson's for accuracies, Bonett and Price's for their
+difference. p is from McNemar's exact test. "A only" counts pairs that only A ranks correctly.
 """
 
 

@@ -1,9 +1,10 @@
 """Check that a rendered conversation has every text of the conversation.
 
-``TemplateReading`` finds by trials which keys a template reads at all. Some templates read a key and
-still drop a text for its place or its content: Mistral's drop the system prompt unless the last
-message is the user's, Llama 3.1's the text next to a tool call, DeepSeek-R1's everything in front of
-``</think>``. The reward would be that of another conversation, so such a conversation is rejected.
+``TemplateReading`` finds by trials which keys a template reads at all. Some templates read a key
+and still drop a text for its place or its content: Mistral's drop the system prompt unless the last
+message is the user's, Llama 3.1's the text next to a tool call, DeepSeek-R1's everything in front
+of ``</think>``. The reward would be that of another conversation, so such a conversation is
+rejected.
 """
 
 from __future__ import annotations

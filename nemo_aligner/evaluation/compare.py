@@ -20,7 +20,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Text, as_json, flatten_message, prompt_of, reply_of
 from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
 from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pairs
-from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
+from nemo_aligner.metrics.ranking import mcnemar, paired_interval, wilson_interval
 from nemo_aligner.utils.errors import DataError
 
 
@@ -48,7 +48,7 @@ class ComparedRow:
         pairs: number of pairs.
         first, second: accuracy of the two models.
         difference: accuracy of the second model minus that of the first.
-        low, high: 95% interval of the difference (bootstrap).
+        low, high: 95% interval of the difference (Bonett and Price).
         lost: number of pairs that the first model judges better than the second: it is right where
             the second is wrong, or one of the two has a tie.
         gained: number of pairs that the second model judges better than the first.
@@ -198,7 +198,7 @@ def _compare_verdicts(source: str, verdicts: np.ndarray) -> ComparedRow:
     ]
     differences = verdicts[:, 1] - verdicts[:, 0]
     lost, gained = int((differences < 0).sum()), int((differences > 0).sum())
-    low, high = bootstrap_interval(differences)
+    low, high = paired_interval(differences)
     return ComparedRow(
         source=source,
         pairs=len(verdicts),

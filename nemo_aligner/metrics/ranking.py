@@ -348,6 +348,23 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
     return float(low), float(high)
 
 
+def paired_interval(differences: np.ndarray) -> tuple[float, float]:
+    """Compute the 95% interval of the mean difference between two models' verdicts: (low, high).
+
+    It is the adjusted Wald interval of Bonett and Price (2012, Statistics in Medicine 31(22)): one
+    difference of +1 and one of -1 are added. Unlike that of a bootstrap, its width is not zero if
+    there is one pair, or if the verdicts are equal on all pairs. The interval is NaN if N is 0.
+
+    Args:
+        differences: for each pair the second verdict minus the first, ``[N]`` float64 from -1 to 1.
+    """
+    if differences.size == 0:
+        return math.nan, math.nan
+    adjusted = np.append(differences, (1.0, -1.0))
+    margin = _NORMAL_QUANTILE * adjusted.std() / math.sqrt(adjusted.size)
+    return max(-1.0, adjusted.mean() - margin), min(1.0, adjusted.mean() + margin)
+
+
 # Statistics that several metrics share. They are NaN where they are undefined.
 
 

@@ -18,6 +18,7 @@ from nemo_aligner.metrics.ranking import (
     fit_temperature,
     margin_quantile,
     mcnemar,
+    paired_interval,
     nanmean,
     share_right,
     wilson_interval,
@@ -194,6 +195,20 @@ def test_mcnemar_counts_all_ways_in_which_verdicts_can_turn() -> None:
         assert mcnemar(lost, gained) == pytest.approx(len(as_uneven) / len(ways))
     assert mcnemar(0, 0) == 1
     assert 0 < mcnemar(4000, 6000) < 1e-80
+
+
+def test_paired_interval_is_that_of_the_paper_and_is_never_certain() -> None:
+    """Bonett and Price (2012): with f pairs lost and g gained of n, p = (f + 1) / (n + 2), ..."""
+    lost, gained, count = 20, 60, 400
+    differences = np.repeat([-1.0, 1.0, 0.0], [lost, gained, count - lost - gained])
+    first, second = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
+    error = math.sqrt((first + second - (second - first) ** 2) / (count + 2))
+    wanted = (second - first - 1.959964 * error, second - first + 1.959964 * error)
+    assert paired_interval(differences) == pytest.approx(wanted, abs=1e-6)
+    assert paired_interval(np.array([-1.0]))[1] > 0.5
+    low, high = paired_interval(np.zeros(40))
+    assert -low == high > 0.05
+    assert all(math.isnan(end) for end in paired_interval(np.zeros(0)))
 
 
 def test_bootstrap_covers_as_the_normal_distribution_says() -> None:

@@ -105,8 +105,16 @@ def _best_of_row(
     The interval of the figure is bootstrapped over prompts.
     """
     expected_values = np.array([best_of(n, rewards, values) for rewards, values in prompts])
-    low, high = bootstrap_interval(expected_values)
-    return TaskRow(level, name, float(expected_values.mean()), len(prompts), low, high)
+    interval = _interval_over_prompts(expected_values)
+    return TaskRow(level, name, float(expected_values.mean()), len(prompts), *interval)
+
+
+def _interval_over_prompts(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """Bootstrap the 95% interval of the mean over prompts of ``values [N]``.
+
+    There is none if all values are equal: a resample of them says nothing about other prompts.
+    """
+    return bootstrap_interval(values) if np.ptp(values) > 0 else (None, None)
 
 
 BEST_OF_N = Task(
@@ -228,8 +236,9 @@ def _pairs_row(level: Level, name: str, predictions: Sequence[Prediction]) -> Ta
     counts = np.array([len(pair_verdicts) for pair_verdicts in verdicts])
     right = np.array([pair_verdicts.sum() for pair_verdicts in verdicts])
     share = float(right.sum() / counts.sum())
-    low, high = bootstrap_interval((right - share * counts) / counts.mean())
-    low, high = max(0.0, share + low), min(1.0, share + high)
+    low, high = _interval_over_prompts((right - share * counts) / counts.mean())
+    if low is not None and high is not None:
+        low, high = max(0.0, share + low), min(1.0, share + high)
     return TaskRow(level, name, share, int(counts.sum()), low, high)
 
 
@@ -248,8 +257,8 @@ def _best_of_k_curves(predictions: Sequence[Prediction], max_k: int, is_oracle: 
 
 
 def _mean_row(name: str, values: np.ndarray) -> TaskRow:
-    low, high = bootstrap_interval(values)
-    return TaskRow(Level.section, name, float(values.mean()), len(values), low, high)
+    interval = _interval_over_prompts(values)
+    return TaskRow(Level.section, name, float(values.mean()), len(values), *interval)
 
 
 PPE_CORRECTNESS = Task(

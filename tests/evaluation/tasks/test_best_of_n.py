@@ -89,6 +89,9 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
     }
     last = report.rows[2]
     assert (last.low, last.high) == (1, 5)
+    # The reward of the best of four is 3 for both prompts, of which no resample differs.
+    (certain,) = (row for row in report.rows if row.name == "best of 4, its reward")
+    assert (certain.value, certain.low, certain.high) == (3, None, None)
 
 
 def digits(number: int, count: int) -> list[int]:
