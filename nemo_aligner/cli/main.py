@@ -50,7 +50,7 @@ _EXTRAS = {
 
 
 def run_verb(run: Run, options: argparse.Namespace) -> int:
-    """Run a verb, and return its exit code: 1 after an error, 130 after Ctrl-C.
+    """Run a verb, and return its exit code: 1 after an error.
 
     If there are several ranks, only one of them prints the error. With ``--debug`` it also prints
     the traceback, and a server logs the traceback of every rejected request.
@@ -62,15 +62,8 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
     try:
         with _errors_name_flags(options):
             return run(options)
-    except KeyboardInterrupt:
-        if is_first_rank():
-            print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
-        # The reader of the output, such as ``head``, has closed the pipe. Python flushes stdout
-        # again at exit, which would also fail, so stdout is replaced.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-        return 1
+        raise
     except Exception as error:
         return report(error, _format_traceback if options.debug else _describe_for_user)
 
@@ -208,8 +201,27 @@ class Verb(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb of a command line (default: ``sys.argv``), and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run the verb of a command line (default: ``sys.argv``), and return the exit code.
+
+    The code is 1 after an error, also one of writing the output, and 130 after Ctrl-C.
+    """
+    try:
+        try:
+            return _run_command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # at Python's exit an error would be told without what to do
+    except KeyboardInterrupt:
+        if is_first_rank():
+            print("interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        # Python flushes stdout again at exit, which would also fail, so stdout is replaced.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        # A broken pipe: the reader of the output, such as ``head``, has closed it.
+        return 1 if isinstance(error, BrokenPipeError) else report(error, _describe_for_user)
+
+
+def _run_command(arguments: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if arguments[:1] == ["--version"]:

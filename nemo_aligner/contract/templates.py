@@ -22,6 +22,7 @@ that no message may contain.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -156,16 +157,21 @@ def resolve_template(
             the earlier version of the built-in template, that version is returned.
 
     Raises:
-        ConfigError: there is no such template or file.
+        ConfigError: there is no such template or file, or the file is not UTF-8.
     """
     if setting == "tokenizer":
         return tokenizer.chat_template or ""
     if setting in BUILT_IN_TEMPLATES:
         is_earlier = _EARLIER[setting] in contract_templates
         return _EARLIER[setting] if is_earlier else BUILT_IN_TEMPLATES[setting]
-    path = Path(setting)
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if "{{" in setting or "{%" in setting:
+        raise ConfigError(f"{TEMPLATE_KEY}: got a template, wanted the path of a file that has it")
+    if os.path.isfile(setting):  # unlike Path.is_file no error for a name that is too long
+        try:
+            # Some editors begin a file with a byte order mark, which is no part of the template.
+            return Path(setting).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{TEMPLATE_KEY}: {setting} cannot be read: {error}") from error
     raise ConfigError(
         f"{TEMPLATE_KEY}: got {setting!r}, wanted 'tokenizer', "
         f"{', '.join(map(repr, BUILT_IN_TEMPLATES))} or the path of a template file"

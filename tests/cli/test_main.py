@@ -95,19 +95,36 @@ def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> No
         assert error.endswith(f"which is not an option; settings have no dashes: {said}"), argv
 
 
-def test_reader_of_a_pipe_may_leave() -> None:
-    """As in ``nemo-aligner plan ... | head``."""
+@pytest.mark.parametrize("arguments", [("plan", "--params=8B", "--gpus=8"), ("--help",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_reader_of_a_pipe_may_leave(arguments: tuple[str, ...], unbuffered: str) -> None:
+    """As in ``nemo-aligner plan ... | head``; containers often set PYTHONUNBUFFERED."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_aligner", "plan", "--params=8B", "--gpus=8"],
+        [sys.executable, "-m", "nemo_aligner", *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
     )
     os.close(writer)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_output_on_a_full_disk_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_aligner", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("an output file cannot be written: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_python_without_the_dependencies_says_what_to_do(tmp_path: Path) -> None:

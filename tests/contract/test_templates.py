@@ -82,7 +82,7 @@ def test_templates_and_ids_equal_those_of_transformers(
 
 def test_templates_by_name_or_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
-    path.write_bytes("{{ 'é你' }}".encode())
+    path.write_bytes("\ufeff{{ 'é你' }}".encode())  # with a byte order mark
     assert resolve_template("tokenizer", tokenizer) == tokenizer.chat_template
     assert resolve_template("plain", tokenizer) == BUILT_IN_TEMPLATES["plain"]
     assert resolve_template(str(path), tokenizer) == "{{ 'é你' }}"
@@ -90,6 +90,11 @@ def test_templates_by_name_or_file(tokenizer: Tokenizer, tmp_path: Path) -> None
         wanted = rf"template: got '{other}', wanted 'tokenizer', 'chatml', .*or the path of"
         with pytest.raises(ConfigError, match=wanted):
             resolve_template(other, tokenizer)
+    with pytest.raises(ConfigError, match="got a template, wanted the path of a file"):
+        resolve_template("{{ messages }}" * 100, tokenizer)
+    path.write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"template: .*mine.jinja cannot be read: 'utf-8' codec"):
+        resolve_template(str(path), tokenizer)
 
 
 def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
