@@ -18,8 +18,8 @@ from nemo_aligner.metrics.ranking import (
     fit_temperature,
     margin_quantile,
     mcnemar,
-    paired_interval,
     nanmean,
+    paired_interval,
     share_right,
     wilson_interval,
 )
