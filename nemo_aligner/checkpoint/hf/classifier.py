@@ -54,6 +54,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.principles import refuse_principle
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.rendered import check_rendered
 from nemo_aligner.contract.scorer import OnError, RowValues, ScoredRows, score_encodable
 from nemo_aligner.contract.template_check import TemplateReading, freeze_date
 from nemo_aligner.contract.templates import names_in
@@ -165,6 +166,7 @@ class HfRewardModel:
         # turn.
         self._turn_marks.check(text)
         rendered = self._render(self._reading.adapt(text))
+        check_rendered(text, rendered)
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def _render(self, conversation: Messages | Conversation) -> str:

@@ -174,6 +174,19 @@ def test_reply_that_writes_turns_of_its_own_is_refused(folder: Path) -> None:
     model.encode(turns[1]["content"])
 
 
+def test_text_that_the_template_drops_is_refused(folder: Path) -> None:
+    """As with a scoring contract: here the system prompt is dropped if a reply follows."""
+    model = load(folder)
+    model.tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' or messages[-1].role == 'user' %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+    model.encode(turns)
+    with pytest.raises(DataError, match=r"^messages\[0\]\.content: the chat template does not"):
+        model.encode([{"role": "system", "content": "Be kind."}, *turns])
+
+
 def test_model_whose_weights_are_not_finite_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "hf")
     edit_tensors(tmp_path / "hf", {"score.weight": torch.full((1, 64), torch.nan)})
