@@ -98,10 +98,10 @@ class DataConfig:
         None, "file with a system prompt for conversations that have none"
     )
     prompt_file: str | None = setting(
-        None, "file with text to put around the last user turn; {} is the turn"
+        None, "file with text around the last user turn, which is {}; write braces {{ }}"
     )
     input_template: str | None = setting(
-        None, "score raw text: this string with the prompt as {}, then the reply"
+        None, "score raw text: this string with the prompt as {}, braces as {{ }}, and the reply"
     )
     seq_length: int | None = setting(
         None, "maximum tokens of a sample; null: of the initial reward model, else 1024"

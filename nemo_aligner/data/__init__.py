@@ -2,8 +2,10 @@
 
 Data flows through these modules in this order:
 
-- ``files.py`` reads JSON lines, JSON lists and tables as objects with line numbers.
-- ``formats/`` has the public data formats; ``readers.py`` reads a file's records by its format.
+- ``files.py`` reads JSON lines, JSON lists and tables as objects with line numbers; ``tables.py``
+  reads the tables that are text.
+- ``formats/`` has the public data formats; ``readers.py`` reads a file's records by its format, and
+  ``prompt_template.py`` puts text around their prompts.
 - ``records.py`` defines ``Comparison`` and ``Rating``; ``clean.py`` decides which are dropped.
 - ``tokenize.py`` turns a block of records into arrays of tokens, and finds the prefix that the
   samples of a record share; ``token_workers.py`` does so in several processes.

@@ -2,22 +2,21 @@
 
 A file may be gzipped. The content of a file decides how it is read, not its name. A line that is
 not a JSON object is malformed, and the other lines are read; a file without any object is an error.
-``read_lines`` reads a whole file; ``BlockFile`` reads a file in blocks, so that memory does not
-grow with its size. ``readers.py`` makes records of the objects.
+``tables.py`` reads the tables that are text. ``read_lines`` reads a whole file; ``BlockFile`` reads
+a file in blocks, so that memory does not grow with its size. ``readers.py`` makes records of the
+objects.
 """
 
 from __future__ import annotations
 
 import codecs
-import csv
 import gzip
-import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
@@ -25,35 +24,18 @@ from typing import Any, BinaryIO, TypeAlias, cast
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
 from nemo_aligner.data.records import DEEPEST, as_json, is_too_deep, without_other_kinds
+from nemo_aligner.data.tables import NONE_NAMED, NamedColumns, Row, read_text_table
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.missing import describe_unreadable
 
-# Tables with named columns: CSV and TSV files, and with pyarrow Parquet and Arrow files.
-#
-# A row is an object whose keys are the column names. Cells of CSV files are text. A column whose
-# cells are mostly numbers is numeric: its empty cells are missing, like null, and its other cells
-# stay text. A column with the name of a text field of a format (``_TEXTS``) is never numeric.
-#
-# An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
-# TSV file a quote is an ordinary character.
+# Parquet and Arrow files, which pyarrow reads. Hugging Face ``datasets`` keeps data sets as Arrow
+# streams, whose first bytes mark the first message; pandas and polars write Arrow files.
 
-# A row of a table: its number, and its cells by column or, if it is malformed, the reason.
-Row: TypeAlias = tuple[int, dict[str, Any] | str]
-
-_PARQUET, _ARROW = b"PAR1", b"ARROW1"
-_SEPARATORS = ",\t;"
-_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_TEXTS = re.compile(
-    "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
-    "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
-)
-# Matches a quoted cell that contains doubled quotes, as some programs write in TSV files.
-_QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
-_NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
+_PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 
 
 def read_binary_table(content: bytes, path: str) -> list[Row] | None:
-    """Read the rows of a Parquet or Arrow file, numbered from 1.
+    """Read the rows of a Parquet or Arrow file, or of a file with an Arrow stream.
 
     Returns:
         None if the file is neither Parquet nor Arrow, or if pyarrow is not installed.
@@ -61,7 +43,7 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
     Raises:
         DataError: the file begins like a Parquet or Arrow file, but cannot be read.
     """
-    if not content.startswith((_PARQUET, _ARROW)):
+    if not content.startswith((_PARQUET, _ARROW, _ARROW_STREAM)):
         return None
     try:
         import pyarrow
@@ -73,124 +55,14 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
         if content.startswith(_PARQUET):
             table = parquet.read_table(source)
         else:
-            table = ipc.open_file(source).read_all()
-        return list(enumerate(map(without_struct_nulls, table.to_pylist()), start=1))
+            is_stream = content.startswith(_ARROW_STREAM)
+            table = (ipc.open_stream if is_stream else ipc.open_file)(source).read_all()
+        rows = map(without_struct_nulls, table.to_pylist())
+        return [Row(number, cells) for number, cells in enumerate(rows, start=1)]
     # Python raises the last two for a time that it cannot hold, such as the year 10000.
     except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         kind = "a Parquet" if content.startswith(_PARQUET) else "an Arrow"
         raise DataError(f"{path}: got {kind} file that cannot be read: {error}") from error
-
-
-def read_text_table(text: str, path: str) -> list[Row] | None:
-    """Read the rows of a CSV or TSV file, numbered by the line on which they begin.
-
-    Returns:
-        None if the text is not a CSV or TSV table.
-
-    Raises:
-        DataError: a column has no name, or two columns have the same name.
-    """
-    separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
-    rows = _split_cells(text, separator)
-    readable = [cells for _, cells in rows if not isinstance(cells, str)]
-    if not readable or readable[0] is not rows[0][1]:
-        return None
-    is_table = len(readable) > 1 and 1 < len(readable[0]) == len(readable[1])
-    if not (is_table or path.lower().endswith(_ENDINGS)):
-        return None
-    names = [name.strip() for name in readable[0]]
-    if not all(names) or len(set(names)) < len(names):
-        raise DataError(
-            f"{path}:1: the columns {names} need different names that are not empty. Rename them"
-        )
-    complete = [cells for cells in readable[1:] if len(cells) == len(names)]
-    numeric = {
-        name
-        for name, column in zip(names, zip(*complete, strict=True), strict=False)
-        if not _TEXTS.fullmatch(name) and _are_numbers(column)
-    }
-    return [
-        (line, cells if isinstance(cells, str) else _read_row(names, cells, numeric))
-        for line, cells in rows[1:]
-    ]
-
-
-def holds_rows(cells: Sequence[object]) -> bool:
-    """True if a cell contains lines that look like rows, as happens after an unpaired quote."""
-    texts = [cell for cell in cells if isinstance(cell, str)]
-    return any(
-        line.count(separator) == len(cells) - 1 > 0
-        for text in texts
-        for line in text.split("\n")[:-1]
-        for separator in _SEPARATORS
-    )
-
-
-def _split_cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
-    """Split a CSV or TSV text into rows; return the rows that are not empty.
-
-    Returns:
-        For each row: the line on which it begins; and its cells, or the reason it is malformed.
-    """
-    # The csv module rejects cells of more than 131,072 characters. Its limit holds for the whole
-    # process, so it is reset afterwards.
-    limit = csv.field_size_limit(max(len(text), 1))
-    try:
-        return list(_number_rows(io.StringIO(text, newline="").readlines(), separator))
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _number_rows(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
-    start = 0
-    while start < len(lines):
-        reader = csv.reader(
-            map(lines.__getitem__, range(start, len(lines))),
-            delimiter=separator,
-            quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
-            # If not strict, an unpaired quote would silently swallow all rows up to the next one.
-            strict=True,
-        )
-        first = start
-        try:
-            for cells in reader:
-                if cells:
-                    yield start + 1, _check_quotes(cells, separator)
-                start = first + reader.line_num
-        except csv.Error as error:
-            yield start + 1, f"got an unpaired quote in a cell: {error}"
-            start += 1
-
-
-def _check_quotes(cells: list[str], separator: str) -> list[str] | str:
-    if separator != "\t" or not any(map(_QUOTED.fullmatch, cells)):
-        return cells
-    return "got a cell in quotes with doubled quotes in it, wanted no quoting in a file with tabs"
-
-
-def _are_numbers(column: Sequence[str]) -> bool:
-    """True if most of the column's cells that are not empty are numbers, so it is numeric."""
-    filled = [cell for cell in column if cell.strip()]
-    return 2 * sum(map(_is_number, filled)) > len(filled)
-
-
-def _is_number(cell: str) -> bool:
-    return _NUMBER.fullmatch(cell) is not None
-
-
-def _read_row(names: list[str], cells: list[str], numeric: set[str]) -> dict[str, Any] | str:
-    if len(cells) != len(names):
-        return f"got {len(cells)} cells, wanted {len(names)}, one for each column"
-    return {
-        name: _read_number(cell) if name in numeric else cell
-        for name, cell in zip(names, cells, strict=True)
-    }
-
-
-def _read_number(cell: str) -> float | str | None:
-    if not cell.strip():
-        return None
-    return float(cell) if _is_number(cell) else cell
 
 
 # Objects with line numbers.
@@ -230,11 +102,11 @@ AnyLine: TypeAlias = Line | BadLine
 _Value: TypeAlias = tuple[int, str, Any]
 
 
-def read_lines(path: str | Path) -> list[AnyLine]:
+def read_lines(path: str | Path, named: NamedColumns = NONE_NAMED) -> list[AnyLine]:
     """Read all objects of a file of JSON lines or of a JSON list, or all rows of a table.
 
     The line numbers of a Parquet or Arrow file count its rows, and those of a JSON list its items
-    if several are on one line.
+    if several are on one line. The columns ``named`` of a CSV file are read as texts or numbers.
 
     Raises:
         DataError: the file is missing, not UTF-8, a broken list or table, or has no objects.
@@ -252,9 +124,9 @@ def read_lines(path: str | Path) -> list[AnyLine]:
     first = lines[0] if lines else None
     if not isinstance(first, BadLine) or are_json_lines(lines):
         return lines
-    rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
+    rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path), named)
     if rows is not None:
-        return [_make_text_line(row) for row in rows]
+        return [_make_line(row) for row in rows]
     if not any(isinstance(line, Line) for line in lines):
         raise DataError(
             f"{path}:{first.number}: {first.reason}; no line of the file is a JSON object"
@@ -272,27 +144,21 @@ def are_json_lines(lines: Iterable[AnyLine]) -> bool:
     return 2 * objects >= count > 0
 
 
-def _make_text_line(row: Row) -> AnyLine:
-    line = _make_line(row)
-    if isinstance(line, BadLine):
-        return line
-    return replace(line, holds_rows=holds_rows([*line.value.values()]))
-
-
 def count_swallowed(lines: Iterable[AnyLine]) -> int:
     """Count the rows of a table that have a cell with lines that look like rows."""
     return sum(isinstance(line, Line) and line.holds_rows for line in lines)
 
 
 def _make_line(row: Row) -> AnyLine:
-    number, value = row
+    number, value, holds_rows = row
     if isinstance(value, str):
         return BadLine(number, "", value)
     try:
-        return Line(number, as_json(value), value)
+        raw = as_json(value)
     except DataError:
         # A column has bytes, for example images. ``raw`` is without it, as no format reads bytes.
-        return Line(number, as_json(without_other_kinds(value)[0]), value)
+        raw = as_json(without_other_kinds(value)[0])
+    return Line(number, raw, value, holds_rows)
 
 
 @contextmanager
@@ -474,16 +340,18 @@ class Block:
 class BlockFile:
     """A data file that can be read several times, line by line or block by block.
 
+    The columns ``named`` of a CSV file are read as texts or numbers.
+
     Raises:
         DataError: the file is missing, not UTF-8, or a broken list or table, or it has no object.
             In a file of JSON lines, errors are raised when the lines are read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, named: NamedColumns = NONE_NAMED) -> None:
         self._path = str(path)
         # A JSON list or a table cannot be split at line ends, so all of it is read now. JSON lines
         # are read block by block later.
-        self._rows = None if _has_json_lines(self._path) else read_lines(path)
+        self._rows = None if _has_json_lines(self._path) else read_lines(path, named)
 
     def lines(self) -> Iterator[AnyLine]:
         """Yield all lines of the file in order, including malformed ones (``BadLine``)."""
@@ -545,10 +413,18 @@ def _raw_lines(path: str) -> Iterator[bytes]:
 # Errors about files that cannot be read as data: what the files are, and how to convert them.
 
 _READABLE = "wanted JSON lines, one JSON list, or a table"
-# First bytes of a file, what it is, and the pandas function that reads it; None if there is none.
+_BY_PANDAS = (
+    'import pandas; pandas.{reader}({{path!r}}).to_json({{target!r}}, orient="records", lines=True)'
+)
+# First bytes of a file, what it is, and the line of Python that converts it; None if it has to be
+# unpacked.
 _BINARY = {
-    b"PAR1": ("a Parquet file", "read_parquet({path!r})"),
-    b"ARROW1": ("an Arrow file", "read_feather({path!r})"),
+    _PARQUET: ("a Parquet file", _BY_PANDAS.format(reader="read_parquet")),
+    _ARROW: ("an Arrow file", _BY_PANDAS.format(reader="read_feather")),
+    _ARROW_STREAM: (
+        "an Arrow file",
+        "import datasets; datasets.Dataset.from_file({path!r}).to_json({target!r})",
+    ),
     b"PK\x03\x04": ("a zip archive (spreadsheets are zip archives)", None),
     b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", None),
     b"\xfd7zXZ\x00": ("a file compressed by xz", None),
@@ -580,21 +456,20 @@ def describe_binary(content: bytes, path: str) -> str | None:
                 f"got text in {name}, {_READABLE} in UTF-8. Convert it by "
                 f"`iconv -f {name} -t UTF-8`"
             )
-    for start, (kind, reader) in _BINARY.items():
+    for start, (kind, conversion) in _BINARY.items():
         if not content.startswith(start):
             continue
-        if reader is None:
+        if conversion is None:
             return f"got {kind}, {_READABLE}. Unpack it"
-        return f"got {kind}, which needs pyarrow. {_advise_pyarrow(reader, path)}"
+        return f"got {kind}, which needs pyarrow. {_advise_pyarrow(conversion, path)}"
     return None
 
 
-def _advise_pyarrow(reader: str, path: str) -> str:
+def _advise_pyarrow(conversion: str, path: str) -> str:
     target = str(Path(path).with_suffix(".jsonl"))
     if target == path:
         target = str(Path(path).with_suffix(".converted.jsonl"))
     return (
-        f"Install it by {install_command('tables')}, or convert the file by this line of Python, "
-        f"with pandas: import pandas; pandas.{reader.format(path=path)}"
-        f'.to_json({target!r}, orient="records", lines=True)'
+        f"Install it by {install_command('tables')}, or convert the file by this line of Python: "
+        f"{conversion.format(path=path, target=target)}"
     )

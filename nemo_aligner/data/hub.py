@@ -55,8 +55,9 @@ def local_file(path: str) -> str:
     name, subset, split = named[1], named[2], named[3] or _DEFAULT_SPLIT
     if Path(name).parent.is_dir():
         return path
-    parts = [name.replace("/", "--"), *([] if subset is None else [subset]), split]
-    file = cache_folder() / "data" / f"{'-'.join(parts)}.jsonl"
+    # The hub allows no double hyphen in a name, and MLflow few characters in that of a metric.
+    parts = [*name.split("/"), *([] if subset is None else [subset]), split]
+    file = cache_folder() / "data" / f"{'--'.join(parts)}.jsonl"
     described = _describe(name, subset, split)
     return str(cached_file(file, described, partial(_download, name, subset, split)))
 

@@ -38,7 +38,9 @@ from nemo_aligner.data.formats import (
     parse_lines,
 )
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
+from nemo_aligner.data.prompt_template import check_template, fill_template
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, verdict_keys
+from nemo_aligner.data.tables import NamedColumns
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.missing import describe_unreadable
 
@@ -83,8 +85,7 @@ class ReaderConfig:
         ``section`` is the prefix of the settings in errors, such as ``model.data``.
 
         Raises:
-            ConfigError: a prompt file cannot be read, or a template does not have ``{}`` exactly
-                once.
+            ConfigError: a prompt file cannot be read, or ``check_template`` refuses a template.
         """
         return cls(
             format=settings.format,
@@ -99,6 +100,13 @@ class ReaderConfig:
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
         """Return the names of the label columns of a kind of records."""
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
+
+    @property
+    def named_columns(self) -> NamedColumns:
+        """The columns of a CSV file that the settings name: fields of pairs, and labels."""
+        keys = self.pair_keys
+        texts = () if keys is None else (keys.prompt, keys.chosen, keys.rejected)
+        return NamedColumns(texts, (*self.attributes, *self.pair_columns))
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
         """Return the label columns that all records of a data set share.
@@ -227,7 +235,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
         ConfigError: ``reading`` names a format that does not exist.
         DataError: the file cannot be read, or no format fits its records.
     """
-    file = BlockFile(path)
+    file = BlockFile(path, reading.named_columns)
     labels = (*reading.attributes, *reading.pair_columns)
     chosen = choose_format(
         reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
@@ -298,9 +306,7 @@ def _have_different_prompts(record: Comparison) -> bool:
 #
 # System prompt and instructions come from files, as for data sets of NVIDIA-NeMo/RL
 # (``system_prompt_file``, ``prompt_file``). A raw text is made by a template like OpenRLHF's
-# ``input_template``. In instructions and templates ``{}`` stands for the prompt.
-
-PLACE = "{}"
+# ``input_template``. Instructions and templates are those of ``prompt_template.py``.
 
 
 @dataclass(frozen=True)
@@ -325,13 +331,15 @@ class PromptWrapping:
         ``section`` is the prefix of the settings in errors; empty for options of a command.
 
         Raises:
-            ConfigError: a file cannot be read, or a template does not have ``{}`` exactly once.
+            ConfigError: a file cannot be read, or ``check_template`` refuses a template.
         """
         prefix = section and f"{section}."
         system = _read_template(settings.system_prompt_file, f"{prefix}system_prompt_file")
         words = _read_template(settings.prompt_file, f"{prefix}prompt_file")
-        _check_place(words, f"{prefix}prompt_file")
-        _check_place(settings.input_template, f"{prefix}input_template")
+        templates = {"prompt_file": words, "input_template": settings.input_template}
+        for key, template in templates.items():
+            if template is not None:
+                check_template(template, f"{prefix}{key}")
         if settings.input_template is not None and system is not None:
             raise ConfigError(
                 f"{prefix}input_template: it makes a raw text, which has no system turn, so "
@@ -379,14 +387,6 @@ def _read_template(path: str | None, key: str) -> str | None:
         raise ConfigError(f"{key}: {describe_unreadable(path, error)}") from error
 
 
-def _check_place(template: str | None, key: str) -> None:
-    if template is not None and template.count(PLACE) != 1:
-        raise ConfigError(
-            f"{key}: {template!r:.80} has {PLACE} {template.count(PLACE)} times. Write it once, "
-            "where the prompt goes"
-        )
-
-
 def _wrap_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
@@ -395,7 +395,10 @@ def _wrap_last_question(conversation: Messages, words: str) -> Messages:
             "around"
         )
     last = len(roles) - 1 - roles[::-1].index("user")
-    question = {**conversation[last], "content": _fill(words, flatten_message(conversation[last]))}
+    question = {
+        **conversation[last],
+        "content": fill_template(words, flatten_message(conversation[last])),
+    }
     return [*conversation[:last], question, *conversation[last + 1 :]]
 
 
@@ -405,9 +408,6 @@ def _render_raw(conversation: Messages, template: str) -> str:
         raise DataError(
             f"got turns of {', '.join(roles)}, but input_template needs one user turn and the reply"
         )
-    return _fill(template, flatten_message(conversation[0])) + flatten_message(conversation[1])
-
-
-def _fill(template: str, prompt: str) -> str:
-    # ``str.format`` would fail, because a template may have other braces.
-    return template.replace(PLACE, prompt)
+    return fill_template(template, flatten_message(conversation[0])) + flatten_message(
+        conversation[1]
+    )

@@ -410,16 +410,19 @@ def _check_replaces_nothing(path: Path, lines: Iterable[str]) -> None:
         )
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> str:
+def write_lines(path: Path, lines: Iterable[str], setting: str = "output") -> str:
     """Write lines in UTF-8 to a file, and make its folder if necessary.
 
     A reader sees the complete old or new file at any time.
+
+    Args:
+        setting: name of the setting that chose the file or its folder.
 
     Returns:
         The path, and whether another file was replaced, for a message.
 
     Raises:
-        ConfigError: the file cannot be written; the error names the setting ``output``.
+        ConfigError: the file cannot be written; the error names the setting.
     """
     text = _encode(lines)
     try:
@@ -427,8 +430,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
         write_whole(path, text)
     except OSError as error:
         raise ConfigError(
-            f"output: {path.parent} cannot be written: {write_problem(path, error)}. Name another "
-            "folder"
+            f"{setting}: {path.parent} cannot be written: {write_problem(path, error)}. Name "
+            "another folder"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
 

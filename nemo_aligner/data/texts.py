@@ -75,7 +75,8 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
     """
     keys = reading.pair_keys or PairKeys()
     is_auto = reading.pair_keys is None and reading.format == "auto"
-    read = (_join_completion(line) if is_auto else line for line in read_lines(path))
+    lines_read = read_lines(path, reading.named_columns)
+    read = (_join_completion(line) if is_auto else line for line in lines_read)
     lines = [_complete_pair(line, keys) for line in read]
     record_lines = [
         line for line, _ in lines if isinstance(line, Line) and not _is_plain(line.value, reading)

@@ -28,6 +28,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.readout import one_reward, reward_weights, weighted_components
 from nemo_aligner.contract.scorer import Scorer
+from nemo_aligner.data.prompt_template import check_template, fill_template
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.client.scorers import ServedScorer
 from nemo_aligner.serving.tokens import find_token
@@ -267,6 +268,10 @@ def messages_processor(
     rewarded. The policy gets the prompt in the policy's chat template, without the principle; the
     environment gets messages and principle in ``extra_env_info``. A prompt of more than
     ``max_seq_length`` tokens is cut to a few tokens, and excluded from the loss.
+
+    Raises:
+        ConfigError: the ``prompt_file`` of NeMo RL's data settings does not have one ``{}``.
+        DataError: the datum has no messages before the reply, or its tools cannot be read.
     """
     messages = [_select_keys(turn) for turn in datum_dict["messages"]]
     if messages and messages[-1]["role"] == "assistant":
@@ -276,7 +281,8 @@ def messages_processor(
     if task_data_spec.system_prompt:
         messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
     if task_data_spec.prompt:
-        messages[-1]["content"] = task_data_spec.prompt.format(messages[-1]["content"])
+        check_template(task_data_spec.prompt, "prompt_file")
+        messages[-1]["content"] = fill_template(task_data_spec.prompt, messages[-1]["content"])
     conversation = with_tools(messages, datum_dict.get(TOOLS_KEY))
     tools = {TOOLS_KEY: conversation.tools} if isinstance(conversation, Conversation) else {}
     principle = {key: datum_dict[key] for key in (PRINCIPLE_KEY,) if datum_dict.get(key)}

@@ -13,11 +13,14 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
+from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
 from tests.data.files import build, pair_with_call
 from tests.harness.contracts import Contracts
+
+HEAD = "prompt,chosen,rejected\n"
 
 
 def lines_of(path: Path, text: str) -> list[AnyLine]:
@@ -63,16 +66,48 @@ def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path
     ids = [line.value["id"] for line in read_lines(path) if isinstance(line, Line)]
     assert ids == ["a1", "7"]
     texts = ["response1", "response_2", "response_A", "prediction 1", "source", "id", "context"]
+    texts += ["human_ref_A", "system", "system_prompt", "principle"]
     names = [*texts, "help", "response_11x", "identity"]
     [line] = lines_of(path, f"{','.join(names)}\n{','.join('7' for _ in names)}\n")
     assert isinstance(line, Line)
     assert {name for name, value in line.value.items() if value == "7"} == set(texts)
-    assert line.value["help"] == 7.0
+    assert repr(line.value["help"]) == "7", "a whole number stays one"
     path.write_text("prompt,response,help,note\np,a,3,1\np,b,N/A,x\np,c,,\np,d,4,2\np,e,1,y\n")
     with pytest.raises(DataError, match=r"^.*: 1 of its 5 records.*\n.*:3: help: got 'N/A', want"):
         read_records(path, ReaderConfig(RecordKind.rating, attributes=["help"]))
     notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
     assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
+
+
+def test_table_columns_that_settings_name_are_texts_or_labels(tmp_path: Path) -> None:
+    """A reply may be a number, and a label may have the name of a text."""
+    path = tmp_path / "pairs.csv"
+    path.write_text("problem,good,bad,source\n2+2?,4,5.0,1\n3+3?,6,7,2\n")
+    keys = PairKeys("problem", "good", "bad")
+    how = ReaderConfig(RecordKind.comparison, pair_keys=keys, pair_columns=["source"])
+    file = read_records(path, how, with_lines=True)
+    replies = [[text[-1]["content"] for text in pair.texts] for pair in file.records]
+    assert replies == [["4", "5.0"], ["6", "7"]]
+    assert [pair.labels for pair in file.records] == [(1.0,), (2.0,)]
+    # ``data split`` writes these lines, and the same settings read them again.
+    assert file.lines[0].raw == '{"problem": "2+2?", "good": "4", "bad": "5.0", "source": 1}'
+    path.write_text(
+        "instruction,input,response1,response2,annotator1,annotator2,annotator3\n2+2?,,4,5,1,1,2\n"
+    )
+    [pair] = read_records(path, ReaderConfig(RecordKind.comparison)).records
+    assert (pair.texts[0][-1]["content"], pair.ranks) == ("4", (0, 1))
+
+
+def test_table_with_the_index_of_pandas_is_read_without_it(tmp_path: Path) -> None:
+    rows = '0,p1,c1,r1\n12,p2,"1,p3,c3,r3\n",r2\n'
+    first, second = lines_of(tmp_path / "a.csv", f",{HEAD}{rows}")
+    assert isinstance(first, Line)
+    assert isinstance(second, Line)
+    assert first.value == {"prompt": "p1", "chosen": "c1", "rejected": "r1"}
+    assert (first.holds_rows, second.holds_rows) == (False, True)
+    # Cells that are no row numbers may be data.
+    with pytest.raises(DataError, match=r"a.csv:1: the columns \['', 'prompt', .* Rename them"):
+        lines_of(tmp_path / "a.csv", f",{HEAD}0,p1,c1,r1\nx,p2,c2,r2\n")
 
 
 def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
@@ -113,6 +148,9 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
         from pyarrow import parquet
 
         parquet.write_table(table, path)
+    elif path.name.startswith("data-"):
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
     else:
         from pyarrow import feather
 
@@ -120,7 +158,8 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> None:
-    for name in ("a.parquet", "a.arrow"):
+    # The last one has the name and form of a file that ``save_to_disk`` of ``datasets`` writes.
+    for name in ("a.parquet", "a.arrow", "data-00000-of-00001.arrow"):
         write_table(tmp_path / name, ROWS)
         how = ReaderConfig(RecordKind.comparison, pair_columns=["label_margin"])
         file = read_records(tmp_path / name, how)
@@ -169,6 +208,7 @@ def test_binary_files_are_known_by_their_first_bytes(
         (b"\x28\xb5\x2f\xfd", "a file compressed by zstd"),
         (b"PAR1", "got a Parquet file that cannot be read: "),
         (b"ARROW1", "got an Arrow file that cannot be read: "),
+        (b"\xff\xff\xff\xff", "got an Arrow file that cannot be read: "),
     ]
     assert_refused(partial(read_binary, tmp_path), kinds, DataError)
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
@@ -176,11 +216,9 @@ def test_binary_files_are_known_by_their_first_bytes(
     kinds = [
         (b"PAR1", r"got a Parquet file, .*\[tables\]'.*data.converted.jsonl"),
         (b"ARROW1", r"got an Arrow file, .*pandas.read_feather\(.*data.converted.jsonl"),
+        (b"\xff\xff\xff\xff", r"got an Arrow file, .*Dataset.from_file\(.*data.converted.jsonl"),
     ]
     assert_refused(partial(read_binary, tmp_path), kinds, DataError)
-
-
-HEAD = "prompt,chosen,rejected\n"
 
 
 def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:

@@ -122,13 +122,14 @@ def test_data_set_becomes_a_file_of_the_cache(
     assert paths[0] == paths[1] != paths[2]
     assert rows_of(Path(paths[2])) == rows_of(pairs)
     assert hub.requests == [("owner/set", "train"), ("owner/set", "test")]
-    (of_subset,) = local_files(["owner/set:principle:test"])
-    assert Path(of_subset).name == "owner--set-principle-test.jsonl"
-    assert hub.requests[2:] == [("owner/set", "principle", "test")]
+    of_subset, of_other_name = local_files(["owner/set:principle:test", "owner/set-principle:test"])
+    assert Path(of_subset).name == "owner--set--principle--test.jsonl"
+    assert Path(of_other_name).name == "owner--set-principle--test.jsonl"
+    assert hub.requests[2:] == [("owner/set", "principle", "test"), ("owner/set-principle", "test")]
     pairs.write_text("")
     with pytest.raises(DataError, match="owner/empty, subset a, split train: it has no rows"):
         local_files(["owner/empty:a:train"])
-    assert len(list((tmp_path / "cache/data").glob("*.jsonl"))) == 3
+    assert len(list((tmp_path / "cache/data").glob("*.jsonl"))) == 4
 
 
 def test_fetch_leaves_out_what_lines_cannot_hold_and_says_so(

@@ -50,7 +50,8 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
     talk = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
     own = [turn("system", "Be long."), turn("user", "2+2?")]
     raw = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-    words, template = 'Solve {} as {"a": 1}.', "User: {}\nAssistant: "
+    # Templates are filled in by ``str.format``, as in NeMo RL and OpenRLHF.
+    words, template = 'Solve {0} as {{"a": 1}}.', "User: {}\nAssistant: "
     system = {"system_prompt_file": "Be brief."}
     cases: list[tuple[dict[str, str], dict[str, Any], Text]] = [
         (system, PAIR, [SYSTEM, turn("user", "2+2?"), answer]),
@@ -61,6 +62,7 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
             [*before, turn("user", 'Solve 2+2? as {"a": 1}.'), answer],
         ),
         ({"input_template": template}, PAIR, "User: 2+2?\nAssistant: 4"),
+        ({"input_template": "{}, in \\boxed{{}}: "}, PAIR, "2+2?, in \\boxed{}: 4"),
         ({"input_template": template}, raw, "The sky is blue."),
     ]
     for given, record, wanted in cases:
@@ -87,10 +89,19 @@ def test_prompt_that_cannot_be_put_around_is_malformed_by_its_line(tmp_path: Pat
 
 
 def test_prompt_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    places = r"model\.data\.{}: .* \{{\}} {} times"
+    templates = [
+        ("Solve.", r"has \{\} 0 times\. Write \{\} once.*twice"),
+        ("{{}}", r"has \{\} 0 times"),
+        ("{} and {}", r"has \{\} 2 times"),
+        ('{} as {"a": 1}', r"has the field \{\"a\"\}\. Write"),
+        ("{1}", r"has the field \{1\}"),
+        ("{0.text}", r"has the field \{0\.text\}"),
+        ("{}}", "is not a template: Single '}' encountered"),
+        ("{:d}", "is not a template: Unknown format code"),
+    ]
     cases: list[tuple[dict[str, str], str]] = [
-        ({name: template}, places.format(name, times))
-        for template, times in (("Solve.", 0), ("{} and {}", 2))
+        ({name: template}, rf"^model\.data\.{name}: .* {problem}")
+        for template, problem in templates
         for name in ("prompt_file", "input_template")
     ]
     both = {"system_prompt_file": "Be brief.", "input_template": "Q: {} A: "}

@@ -310,6 +310,9 @@ def test_the_processor_gives_the_policy_its_template_and_the_environment_the_mes
     assert made["extra_env_info"] == {"messages": bare, "tools": tools}
     made = nemo_rl.messages_processor({**datum, "principle": "be brief"}, spec, tokenizer, 64, 3)
     assert made["extra_env_info"] == {"messages": bare, "principle": "be brief"}
+    bad = SimpleNamespace(system_prompt=None, prompt="{} in \\boxed{answer}")
+    with pytest.raises(ConfigError, match=r"^prompt_file: .* has the field \{answer\}\. Write"):
+        nemo_rl.messages_processor(datum, bad, tokenizer, 64, 3)
 
 
 def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:

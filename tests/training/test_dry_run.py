@@ -110,15 +110,15 @@ def test_data_sets_of_the_hub_are_read_from_the_cache(
     for _ in range(2):
         output = check(folder, *named)
     assert output.count("  records                   37") == 2
-    assert "validation-owner--pairs-test: " in output
+    assert "validation-owner--pairs--test: " in output
     assert hub.requests == [("owner/pairs", "train"), ("owner/pairs", "test")]
     hub.problem = OSError("no route to host")
     message = r"owner/lost, split train: .*no route to host\. .*nemo-aligner data fetch"
     with pytest.raises(DataError, match=message):
         check(folder, f"{prefix}.train=owner/lost")
     assert sorted(path.name for path in (tmp_path / "data").glob("*.jsonl")) == [
-        "owner--pairs-test.jsonl",
-        "owner--pairs-train.jsonl",
+        "owner--pairs--test.jsonl",
+        "owner--pairs--train.jsonl",
     ]
 
 

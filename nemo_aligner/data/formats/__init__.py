@@ -34,6 +34,7 @@ Rules that all formats share:
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,7 +65,7 @@ from nemo_aligner.data.formats.pairs import (
 )
 from nemo_aligner.data.formats.prompts import (
     COLUMN_COUNTS,
-    advise_prompt_key,
+    advise_prompt,
     every_form,
     prompt_like,
     with_record_columns,
@@ -193,24 +194,43 @@ def choose_format(
                 f"{_KEY}: got {fmt!r}, wanted auto, one of {names}, or package.module:NAME"
             )
         return by_name[fmt]
+    return _recognize_format(fitting, lines, path, labels)
+
+
+def _recognize_format(
+    fitting: Sequence[Format], lines: Iterable[Line], path: str, labels: Sequence[str]
+) -> Format:
+    """Return the first of the formats ``fitting`` that recognizes a record; see ``choose_format``.
+
+    ``text_pairs`` is returned only if no record of the file has a column that may hold the prompt,
+    because the prompt would not be read.
+    """
+    first, with_prompt, chosen = None, None, None
     # Try all records, because the first one may be malformed.
-    first = None
     for line in lines:
         first = first or line
         value = {key: cell for key, cell in line.value.items() if key not in labels}
-        for candidate in fitting:
-            if candidate.is_certain(line.value) or candidate.is_certain(value):
-                return candidate
+        if chosen is None:
+            certain = (fmt.is_certain(line.value) or fmt.is_certain(value) for fmt in fitting)
+            chosen = next(itertools.compress(fitting, certain), None)
+        if chosen is not None and chosen is not TEXT_PAIRS:
+            return chosen
+        if TEXT_PAIRS.matches(value) and not TEXT_PAIRS.is_certain(value):
+            with_prompt = with_prompt or line
+        if chosen is not None and with_prompt is not None:
+            break
+    if chosen is not None and with_prompt is None:
+        return chosen
     if first is None:
         raise DataError(f"{path}: the file has no records")
-    summary = f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
-    certain = (fmt for fmt in FORMATS.values() if fmt.is_certain(first.value))
-    other = next(certain, None)
-    if other is not None and not _has_token_ids(first.value):
+    unknown = with_prompt if chosen is not None and with_prompt is not None else first
+    summary = f"{path}:{unknown.number}: got a record with keys {_list_keys(unknown)}"
+    other = next((fmt for fmt in FORMATS.values() if fmt.is_certain(unknown.value)), None)
+    if other is not None and other not in fitting and not _has_token_ids(unknown.value):
         summary += f". It fits {other.name}"
         reads = None if other.reads is None else other.reads.value
         raise OtherKindError(f"{summary}: {_advise_training(other)}", summary, reads)
-    raise DataError(f"{summary}{_advise_unknown(first, fitting)}")
+    raise DataError(f"{summary}{_advise_unknown(unknown, fitting)}")
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
@@ -311,8 +331,8 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     prompts = prompt_like(line.value)
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         return (
-            f". {advise_prompt_key(prompts[0])}; where 'chosen' and 'rejected' are whole texts, "
-            f"set {every_form('format', 'text_pairs')}"
+            f". {advise_prompt(line.value, prompts[0])}; where 'chosen' and 'rejected' are whole "
+            f"texts, set {every_form('format', 'text_pairs')}"
         )
     if COMPARISON_TEXT in fitting and COMPARISON_TEXT.matches(line.value):
         return (

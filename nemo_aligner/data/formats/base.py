@@ -214,6 +214,23 @@ def is_assistant(turn: dict[str, Any]) -> bool:
     return _SPEAKERS.get(role, role) == "assistant" or role in _CALLS
 
 
+def messages_in(cell: Any) -> list[dict[str, Any]]:
+    """Return the messages of a cell, which may be a list of them or an object with ``messages``.
+
+    Messages have a role and a content, with the usual or with ShareGPT's fields. An empty list is
+    returned for any other cell.
+    """
+    turns = cell["messages"] if _has_messages(cell) else cell
+    return turns if isinstance(turns, list) and all(map(_is_message, turns)) else []
+
+
+def _is_message(turn: Any) -> bool:
+    if not isinstance(turn, dict):
+        return False
+    has_content = not {"content", "tool_calls"}.isdisjoint(turn)
+    return (isinstance(turn.get("role"), str) and has_content) or {_FROM, _VALUE} <= set(turn)
+
+
 def _standard_turns(turns: Any, key: str) -> Any:
     """Translate a list of ShareGPT's messages to messages with ``role`` and ``content``.
 

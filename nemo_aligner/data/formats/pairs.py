@@ -21,7 +21,7 @@ from nemo_aligner.data.formats.base import (
     read_pair_labels,
     read_string,
 )
-from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like
+from nemo_aligner.data.formats.prompts import advise_prompt, find_prompt_messages, prompt_like
 from nemo_aligner.data.formats.teacher import TEACHER_FIELDS
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
@@ -117,7 +117,8 @@ def pairs_by(keys: PairKeys) -> Format:
     def parse(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
         prompt = _read_prompt(values[0], keys.prompt)
         if prompt is None and _begins_with_reply(values[0][keys.chosen]):
-            advice = [advise_prompt_key(name) for name in prompt_like(values[0])]
+            names = prompt_like(values[0], (keys.chosen, keys.rejected))
+            advice = [advise_prompt(values[0], name) for name in names]
             problem = f"missing key {keys.prompt!r}: {keys.chosen} begins with the reply"
             raise DataError(". ".join([problem, *advice[:1]]))
         chosen, rejected = (
@@ -177,16 +178,19 @@ def _begins_with_reply(reply: Any) -> bool:
 def _key_of_conversation(value: dict[str, Any]) -> str | None:
     """Return the name of the field with the prompt's messages in LLaMA-Factory's ShareGPT pairs.
 
-    None if the record is not such a pair.
+    Without LLaMA-Factory's fields, it is the only column that may hold the prompt, if it holds
+    messages (UltraInteract's ``trajectory``). None if the record is not such a pair.
     """
     if not {"chosen", "rejected"} <= set(value) or "prompt" in value:
+        return None
+    if not _begins_with_reply(value["chosen"]):
         return None
     for key in ("conversations", "messages"):
         turns = value.get(key)
         last = turns[-1] if isinstance(turns, list) and turns else None
         if isinstance(last, dict) and not _begins_with_reply(last):
-            return key if _begins_with_reply(value["chosen"]) else None
-    return None
+            return key
+    return find_prompt_messages(value)
 
 
 _DEFAULT_PAIRS = pairs_by(PairKeys())
@@ -227,7 +231,8 @@ SHAREGPT_PAIRS = Format(
     name="sharegpt_pairs",
     kind=RecordKind.comparison,
     matches=lambda value: _key_of_conversation(value) is not None,
-    wanted="'conversations' or 'messages' up to the prompt, 'chosen' and 'rejected', messages",
+    wanted="'conversations', 'messages' or another column of messages up to the prompt, and "
+    "'chosen' and 'rejected', messages or texts",
     parse=_parse_sharegpt,
     sample=(
         {
@@ -305,7 +310,7 @@ def _are_texts(value: dict[str, Any]) -> bool:
 
 
 def _are_whole_texts(value: dict[str, Any]) -> bool:
-    """True if chosen and rejected are texts, and no other column looks like their prompt.
+    """True if chosen and rejected are texts, and no other column may hold their prompt.
 
     The texts are then taken to include the prompt.
     """

@@ -20,7 +20,7 @@ from nemo_aligner.contract.messages import (
     with_principle,
     with_tools,
 )
-from nemo_aligner.data.formats.base import Fields, read_turns
+from nemo_aligner.data.formats.base import Fields, is_assistant, messages_in, read_turns
 from nemo_aligner.data.records import Record, is_blank, with_texts
 from nemo_aligner.utils.errors import DataError, shown
 
@@ -41,13 +41,22 @@ def count_records(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 _SYSTEM_ROLES = ("system", "developer")
+_PROMPT_WORD = (
+    "(prompt|question|instruction|input|query|context|message|conversation|dialog(ue)?|history"
+    "|system|user|human|problem|post|passage|article|document|request|premise)s?"
+)
 # Names of columns with a part of the prompt: one of these words, also after another word
-# (``user_prompt``), and with a number after it.
-_PROMPT_WORDS = re.compile(
-    r"(.*[^a-z])?"
-    r"(prompt|question|instruction|input|query|context|message|conversation|dialog(ue)?|history"
-    r"|system|user|human|problem|post|passage|article|document|request|premise)s?"
-    r"([ _]?([0-9]+|text))?"
+# (``user_prompt``), and with a number after it; or before another word (``problem_statement``).
+_PROMPT_NAMES = re.compile(
+    rf"(.*[^a-z])?{_PROMPT_WORD}([ _]?([0-9]+|text))?|{_PROMPT_WORD}[^a-z].*"
+)
+# Last words of the names of columns that tell something about a prompt, such as ``prompt_id``.
+_ABOUT_PROMPTS = re.compile(
+    r".*[^a-z](id|uid|uuid|guid|index|idx|number|num|count|rank|hash|sha|md5|fingerprint|embedding"
+    r"|length|len|size|token|char|word|type|kind|class|category|label|tag|topic|domain|task|subset"
+    r"|split|source|origin|dataset|model|agent|name|author|role|language|lang|locale|date|time"
+    r"|timestamp|year|url|link|score|rating|quality|difficulty|level|complexity|safety|toxicity"
+    r"|following|version|metadata|meta)(s|es)?[^a-z]*"
 )
 
 
@@ -55,21 +64,50 @@ def looks_like_prompt(name: str) -> bool:
     """True if a column of this name usually holds a prompt, or a part of one."""
     # Split camel case into words: ``userPrompt`` becomes ``user_prompt``.
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    return _PROMPT_WORDS.fullmatch(words) is not None
+    return bool(_PROMPT_NAMES.fullmatch(words)) and not _ABOUT_PROMPTS.fullmatch(words)
 
 
-def prompt_like(value: dict[str, Any]) -> list[str]:
-    """List the columns of a record that are likely to hold a part of the prompt.
+def prompt_like(
+    value: dict[str, Any], replies: Container[str] = ("chosen", "rejected")
+) -> list[str]:
+    """List the columns of a record, except its ``replies``, that may hold a part of the prompt.
 
-    Such a column holds a string or a list, and ``looks_like_prompt`` is True for its name. System
-    prompt and history come last, because they do not hold the question.
+    Such a column holds messages that are not all the assistant's, whatever its name; or a text, a
+    list or an object with a text, and ``looks_like_prompt`` is True for its name. History and
+    system prompt come last, because they do not hold the question.
     """
-    names = [name for name, cell in value.items() if _has_text(cell) and looks_like_prompt(name)]
-    return sorted(names, key=lambda name: name in (*_SYSTEM, _HISTORY))
+    names = [
+        name
+        for name, cell in value.items()
+        if name not in replies
+        and (
+            not all(map(is_assistant, messages_in(cell)))
+            or (_holds_text(cell) and looks_like_prompt(name))
+        )
+    ]
+    return sorted(names, key=lambda name: (name in _SYSTEM, name == _HISTORY))
 
 
-def advise_prompt_key(name: str) -> str:
-    """Write the advice in errors and reports about a column ``name`` that may be the prompt."""
+def find_prompt_messages(value: dict[str, Any]) -> str | None:
+    """Return the only column of a pair that may hold the prompt, if it holds messages.
+
+    The columns ``system`` and ``history`` do not count, because they are read next to a prompt.
+
+    Returns:
+        The column; None if there is none, if several columns may hold the prompt, or if the
+        messages do not end with the prompt but with a reply.
+    """
+    names = prompt_like(value)
+    if not names or not COLUMN_COUNTS.keys() >= set(names[1:]):
+        return None
+    messages = messages_in(value[names[0]])
+    return names[0] if messages and not is_assistant(messages[-1]) else None
+
+
+def advise_prompt(value: dict[str, Any], name: str) -> str:
+    """Write the advice in errors about a pair whose prompt may be in the column ``name``."""
+    if isinstance(value[name], dict) and not messages_in(value[name]):
+        return f"If {name!r} holds the prompt, write the prompt's text to a column 'prompt'"
     return f"If {name!r} is the prompt, set {every_form('prompt_key', name)}"
 
 
@@ -80,6 +118,12 @@ def every_form(name: str, value: str) -> str:
         f"{flag} (data inspect, data split), model.data.{name}={value} (train) or "
         f"data.{name}={value} (evaluate)"
     )
+
+
+def _holds_text(cell: object) -> bool:
+    if isinstance(cell, dict):
+        return any(map(_holds_text, cell.values()))
+    return _has_text(cell)
 
 
 def _has_text(cell: object) -> bool:

@@ -335,6 +335,13 @@ def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None
          [USER, GOOD], [USER, BAD]),
         ({"conversations": [human], "chosen": "because", "rejected": "no"}, "sharegpt_pairs",
          [USER, GOOD], [USER, BAD]),
+        # The only column that may hold the prompt has another name (UltraInteract).
+        ({"trajectory": [human], "chosen": "because", "rejected": "no"}, "sharegpt_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"turns": [USER], "chosen": [GOOD], "rejected": [BAD], "system": "be kind"},
+         "sharegpt_pairs", [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]),
+        ({"conversation": {"messages": [USER]}, "chosen": "because", "rejected": "no"},
+         "sharegpt_pairs", [USER, GOOD], [USER, BAD]),
         ({"conversations": called, **pair, "tools": json.dumps(tools)}, "sharegpt_pairs",
          Conversation([*before, GOOD], tools), Conversation([*before, BAD], tools)),
         ({"conversations": [human], **pair, "system": "be kind"}, "sharegpt_pairs",

@@ -71,6 +71,7 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
     # If another field may be the prompt, the file is not read as text_pairs.
     names = ["question", "problem", "post", "Prompt", "history", "conversation", "user", "input"]
     names += ["system", "system_prompt", "userQuery", "Math Problem", "dialogue", "context 1"]
+    names += ["problem_statement", "questionBody"]
     for key in names:
         with pytest.raises(
             DataError, match=rf"--prompt-key {key} \(data inspect.* data\.prompt_key={key} "
@@ -82,6 +83,23 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
         read(tmp_path, {"system": "be kind", "user": "why", **record})
     for key in ("prompt_id", "system_fingerprint", "topic", "inputs_sha256", "posted", "user_rank"):
         assert read(tmp_path, {key: "why", **record}).format == "text_pairs", key
+    others: list[tuple[list[dict[str, Any]], str]] = [
+        # Messages may be the prompt whatever the name, but not if they end with a reply.
+        ([{"talk": [USER, GOOD]}], ":1: .*set --prompt-key talk"),
+        ([{"talk": [USER], "turns": [USER]}], ":1: .*set --prompt-key talk"),
+        ([{"question": "why", "talk": [USER]}], ":1: .*set --prompt-key question"),
+        (
+            [{"question": {"id": 1, "full_text": "why"}}],
+            ":1: .*If 'question' holds .* 'prompt'; wh",
+        ),
+        # A later record, or an earlier one, has the prompt.
+        ([{"talk": []}, {"talk": [USER]}], ":2: .*set --prompt-key talk"),
+        ([{"question": "why"}, {"question": None}], ":1: .*set --prompt-key question"),
+    ]
+    assert_refused(
+        lambda rows: read(tmp_path, *({**row, **record} for row in rows)), others, DataError
+    )
+    assert read(tmp_path, {"replies": [GOOD, BAD], **record}).format == "text_pairs"
 
 
 def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path) -> None:
