@@ -158,9 +158,13 @@ def _keep_fp32(process: Process) -> None:
 
     fp32 scores must be the same on every machine.
     """
-    precision = torch.get_float32_matmul_precision()
+    precision = _read_matmul_precision()
     if precision == "highest":
         return
+    # Set the precision of each backend before the common one: while they differ, torch refuses to
+    # say which one is common.
+    for backend in _matmul_backends():
+        backend.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
     if process.rank == 0:
         logger.warning(
@@ -169,6 +173,27 @@ def _keep_fp32(process: Process) -> None:
             "speed",
             precision,
         )
+
+
+def _read_matmul_precision() -> str:
+    """Return torch's precision of fp32 matmuls, such as ``highest`` or ``high``.
+
+    If it was set for single backends, torch has no common name for it. Then it is the reduced
+    precision of these backends, such as ``tf32``.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # torch 2.9 and later, after ``torch.backends.fp32_precision = "tf32"`` or the like
+        precisions = {backend.fp32_precision for backend in _matmul_backends()}
+        return " and ".join(sorted(precisions - {"none", "ieee"})) or "unknown"
+
+
+def _matmul_backends() -> list[Any]:
+    """List the settings of torch's matmuls by backend, if this version of torch has them."""
+    modules = (torch.backends.cuda, torch.backends.mkldnn)
+    backends = [getattr(module, "matmul", None) for module in modules]
+    return [backend for backend in backends if hasattr(backend, "fp32_precision")]
 
 
 def _split_cores(local_world_size: int) -> None:
@@ -285,7 +310,10 @@ def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
+# How long the other ranks may take to end after one has failed: by itself, or after a signal, when
+# they may still be saving.
 _GRACE_S = 30.0
+_SAVING_GRACE_S = 600.0
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Rank = subprocess.Popen[bytes]
@@ -297,7 +325,8 @@ def run_ranks(
     """Run ``python *arguments`` as several ranks, like torchrun; call it from the main thread.
 
     If a rank fails, the others are ended. The first signal from a terminal or Slurm is forwarded to
-    the ranks, which may take as long as they need to save. A second signal kills them.
+    the ranks, which may take as long as they need to save, unless one of them fails: the others are
+    then ended ten minutes later. A second signal kills them.
 
     Returns:
         The exit code of the rank that failed first; 0 if none failed.
@@ -383,16 +412,18 @@ def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
 def _first_failure(ranks: Sequence[Rank], signals: Sequence[int]) -> int | None:
     """Wait until all ranks have ended; return the rank that failed first, or None.
 
-    If a rank fails by itself, the others are ended, and may take half a minute for that.
+    If a rank fails by itself, the others are ended, and may take half a minute for that. If it
+    fails after a signal, the others have the signal already, and may take ten minutes to save. They
+    may also wait for the failed rank in a collective, so this wait has a limit, too.
     """
     failed, end = None, math.inf
     while True:
         codes = [rank.poll() for rank in ranks]
         if failed is None and any(codes):
             failed = next(rank for rank, code in enumerate(codes) if code)
-            if not signals:  # after a signal, the others may still be saving
+            if not signals:
                 _send_signal(ranks, signal.SIGTERM)
-                end = time.monotonic() + _GRACE_S
+            end = time.monotonic() + (_SAVING_GRACE_S if signals else _GRACE_S)
         if None not in codes or time.monotonic() > end:
             return failed
         time.sleep(_POLL_S)

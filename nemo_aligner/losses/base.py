@@ -136,6 +136,14 @@ class Objective(ABC):
         """
         return self
 
+    def for_measuring(self) -> Objective:
+        """Return the objective that measures a data set; most objectives return themselves.
+
+        A loss that training draws at random, record by record, is not measured like that, because
+        its value would depend on the draws.
+        """
+        return self
+
     # Properties that say how the outputs of the head become rewards.
 
     @property
@@ -267,10 +275,10 @@ class RatingObjective(Objective):
         """Judge each step as right or wrong by its reward; None if steps have no rewards."""
         if not self.has_steps:
             return None
-        # Add the label means back. Round them to fp32 first, as was done when they were subtracted,
-        # so that a label of 0 becomes exactly 0 again.
-        offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
-        rewards, labels = rated.rewards + offsets, rated.labels + offsets
+        rewards = add_label_means(rated.rewards, records.labels, self.attributes)
+        # The labels as they are in the data: centring rounds them, so that a label of 1 would be
+        # above 1 after the mean is added again.
+        labels = original_labels(records.labels, self.attributes)
         counts = records.reward_bounds.diff().tolist()
         return StepVerdicts.of(rewards, labels, counts, self.attributes, self.right_from)
 
@@ -333,6 +341,25 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
     no uncertainty.
     """
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
+
+
+def add_label_means(rewards: Tensor, labels: LabelColumns, names: Sequence[str]) -> Tensor:
+    """Add the means of centred labels to ``rewards [S, A]`` of the attributes ``names``.
+
+    Training subtracts these means from the labels, so the head's outputs are without them.
+
+    Returns:
+        ``[S, A]`` float64, because fp32 would round two rewards to equal ones.
+    """
+    return rewards.double() + torch.tensor(labels.offsets(names), dtype=torch.float64)
+
+
+def original_labels(labels: LabelColumns, names: Sequence[str]) -> Tensor:
+    """Return the columns ``names`` of labels, ``[L, len(names)]``, as they are in the data.
+
+    No mean is subtracted, unlike in ``LabelColumns.targets``.
+    """
+    return labels.values[:, [labels.names.index(name) for name in names]]
 
 
 def teacher_sides(records: Records) -> Tensor | None:
@@ -452,12 +479,15 @@ def measure_set(
 ) -> dict[str, float]:
     """Compute the loss and the report of a whole data set, of each source and each principle.
 
+    The loss is that of ``Objective.for_measuring``.
+
     Args:
         rewards: ``[S, A]`` rewards of all records, each record once.
         reply_lengths: ``[S]`` integers, in tokens.
         sources: source of every record; "" for a record that names none.
         principles: principle of every record, "" for a record without; empty if they are unknown.
     """
+    objective = objective.for_measuring()
 
     def report(indices: Sequence[int]) -> dict[str, float]:
         rows, chosen = records.rows(indices), records.select(indices)

@@ -43,10 +43,14 @@ def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) 
 def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
     """Multiply the losses of pairs in which the longer reply is the better one by ``weight``.
 
-    ``losses`` are ``[P]``, and ``lengths [Q]`` has the length of each sample's reply.
+    A tied pair has no better reply. ``losses`` are ``[P]``, and ``lengths [Q]`` has the length of
+    each sample's reply.
     """
     better, worse = pairs.of(lengths)
-    return torch.where(better > worse, weight * losses, losses)
+    is_weighed = better > worse
+    if pairs.are_ties is not None:
+        is_weighed = is_weighed & ~to_device(pairs.are_ties, losses.device)
+    return torch.where(is_weighed, weight * losses, losses)
 
 
 def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:

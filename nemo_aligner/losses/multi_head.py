@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -41,7 +41,8 @@ class HeadEnsemble(SoftLabels, PairObjective):
         heads: K, 2 or more.
         bootstrap: weigh each record for each head by a number from a Poisson distribution of mean 1
             that depends only on the record and the head (online bootstrap: Oza and Russell 2001,
-            "Online bagging and boosting"). False gives every record the weight 1.
+            "Online bagging and boosting"). False gives every record the weight 1, as does the loss
+            that measures a data set.
         center_rewards_coefficient: coefficient of the second term; 0 leaves the level of each
             head's rewards undetermined.
         soft_label_weight: every head learns soft labels as ``BradleyTerry`` does.
@@ -60,6 +61,10 @@ class HeadEnsemble(SoftLabels, PairObjective):
     @property
     def readout(self) -> Readout:
         return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
+
+    def for_measuring(self) -> HeadEnsemble:
+        """Return the objective without bootstrap: its weights depend on the order of records."""
+        return replace(self, bootstrap=False)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Return the sum of the records' losses, and the number of records.

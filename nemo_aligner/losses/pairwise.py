@@ -77,9 +77,9 @@ class BradleyTerry(SoftLabels, PairObjective):
         aggregate: how the rewards of a sample's turns or steps become its reward: by ``last``,
             ``min``, ``mean`` or ``product`` (see the function ``aggregate``). The model's scoring
             contract has the same rule.
-        longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs have 1. If
-            people chose the longer reply in a fraction p of the pairs, ``(1 - p) / p`` gives both
-            kinds the same total weight (inverse propensity; Horvitz and Thompson 1952).
+        longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs and ties
+            have 1. If people chose the longer reply in a fraction p of the pairs, ``(1 - p) / p``
+            gives both kinds the same total weight (inverse propensity; Horvitz and Thompson 1952).
         length_bias: b, which makes the loss ``L(m + b * log(n_better / n_worse))`` with the tokens
             n of the replies. The added term explains what lengths predict, so that the reward need
             not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards

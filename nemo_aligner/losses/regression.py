@@ -27,9 +27,11 @@ from nemo_aligner.contract.readout import (
 from nemo_aligner.losses.base import (
     RIGHT_FROM,
     RatingObjective,
+    add_label_means,
     check_above,
     check_integer,
     check_number,
+    original_labels,
     teacher_sides,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
@@ -235,7 +237,7 @@ class OrdinalBins(RatingObjective):
         if base_readout is not None and base_readout.kind == BINS:
             base_values = zip(self.attributes, map(list, base_readout.numbers), strict=True)
             return replace(self, values=dict(base_values))
-        columns = [labels.values[:, labels.names.index(name)] for name in self.attributes]
+        columns = original_labels(labels, self.attributes).unbind(dim=1)
         present = [column[~torch.isnan(column)] for column in columns]
         values = {}
         for name, numbers in zip(self.attributes, present, strict=True):
@@ -389,7 +391,7 @@ class RankingAndRegression(RatingObjective):
         are added back to them.
         """
         pairs = records.pairs()
-        merged = self._merge(rewards + torch.tensor(records.labels.offsets(self.attributes)))
+        merged = self._merge(add_label_means(rewards, records.labels, self.attributes))
         pair_lengths = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
         sides = torch.stack(pairs.of(merged), dim=1)
         return PairRewards.of(sides, pair_lengths, teacher_sides(records))

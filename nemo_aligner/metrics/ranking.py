@@ -286,6 +286,9 @@ def _margins_with_teacher(pairs: PairRewards) -> tuple[Tensor, Tensor]:
 # The 97.5% quantile of the standard normal distribution, for a two-sided 95% interval.
 _NORMAL_QUANTILE = 1.959963984540054
 _BOOTSTRAP_DRAWS = 10_000
+# Most random numbers that a bootstrap holds, and most distinct values of which it draws counts.
+_NUMBERS_AT_ONCE = 2**20
+_MOST_COUNTED = 1000
 
 
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
@@ -337,14 +340,23 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
         return math.nan, math.nan
     # The differences between the verdicts of two models (0, 0.5 or 1) have few distinct values, and
     # the mean of a resample depends only on how often each value occurs. Draw these counts, which
-    # are multinomial: this is much cheaper than drawing N pairs 10,000 times.
+    # are multinomial: this is much cheaper than drawing N pairs 10,000 times, unless there are many
+    # distinct values.
+    size, random = differences.size, np.random.RandomState(seed)
     values, counts = np.unique(differences, return_counts=True)
-    random = np.random.RandomState(seed)
-    resampled_counts = random.multinomial(
-        differences.size, counts / differences.size, size=_BOOTSTRAP_DRAWS
-    )
-    means = resampled_counts @ values / differences.size
-    low, high = np.percentile(means, (2.5, 97.5))
+    are_counted = values.size <= _MOST_COUNTED
+
+    def draw_means(draws: int) -> np.ndarray:
+        if are_counted:
+            return random.multinomial(size, counts / size, size=draws) @ values / size
+        rows = random.randint(size, size=(draws, size), dtype=np.int32)
+        return differences[rows].mean(axis=1)
+
+    # Draw in blocks, so that memory is bounded. They get the random numbers of a single block.
+    at_once = max(1, _NUMBERS_AT_ONCE // (values.size if are_counted else size))
+    starts = range(0, _BOOTSTRAP_DRAWS, at_once)
+    means = [draw_means(min(at_once, _BOOTSTRAP_DRAWS - start)) for start in starts]
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
     return float(low), float(high)
 
 

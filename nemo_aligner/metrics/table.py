@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
+from itertools import accumulate
 from typing import Any
 
 from nemo_aligner.metrics import ranking, regression
@@ -50,6 +51,8 @@ class Metric:
             ``RatedRewards`` or ``StepVerdicts``; None if the metric needs more than rewards.
         better: direction in which it improves.
         shown: places on the console that show it.
+        has_parts: True if it has several values, such as one by attribute, so that it is logged as
+            ``name/<part>``.
         in_step: True if the metric is meaningful for a single batch, and is computed at every
             training step.
     """
@@ -60,6 +63,7 @@ class Metric:
     better: Better = Better.neither
     shown: Shown = Shown.nowhere
     in_step: bool = False
+    has_parts: bool = False
 
 
 _EVERYWHERE = Shown.step | Shown.validation
@@ -182,11 +186,12 @@ TEACHER: list[Metric] = [
 
 # Further metrics for models that report how uncertain each reward is.
 SPREADS: list[Metric] = [
-    Metric("spread", "mean uncertainty that the model reports", regression.spread),
+    Metric("spread", "mean uncertainty that the model reports", regression.spread, has_parts=True),
     Metric(
         "spread_error_correlation",
         "rank correlation of that uncertainty and |reward - label|",
         regression.spread_error_correlation,
+        has_parts=True,
     ),
 ]
 
@@ -197,8 +202,15 @@ RATINGS: list[Metric] = [
         regression.pearson,
         Better.higher,
         Shown.validation,
+        has_parts=True,
     ),
-    Metric("spearman", "rank correlation of reward and label", regression.spearman, Better.higher),
+    Metric(
+        "spearman",
+        "rank correlation of reward and label",
+        regression.spearman,
+        Better.higher,
+        has_parts=True,
+    ),
     Metric(
         "pearson_mean",
         "mean of pearson over the attributes",
@@ -217,6 +229,7 @@ RATINGS: list[Metric] = [
         "length_correlation",
         "Pearson's r of reward and reply length in tokens (characters with server=)",
         regression.length_correlation_by_attribute,
+        has_parts=True,
     ),
     Metric(
         "length_only_pearson_mean",
@@ -258,14 +271,15 @@ STEPS: list[Metric] = [
         POSITION.rstrip("/"),
         "by number of the step: count of labels, mean label and probability, accuracy",
         regression.calibration_by_position,
+        has_parts=True,
     ),
 ]
 
 # Statistics of rewards, by attribute, over all samples of a data set. The scoring contract stores
 # their values on the first validation set.
 REWARDS = [
-    Metric("reward_mean", "mean reward of all samples"),
-    Metric("reward_std", "standard deviation of the rewards of all samples"),
+    Metric("reward_mean", "mean reward of all samples", has_parts=True),
+    Metric("reward_std", "standard deviation of the rewards of all samples", has_parts=True),
 ]
 
 RUN: list[Metric] = [
@@ -352,14 +366,29 @@ def find_metric(name: str) -> Metric | None:
 
     The name of the data set, the source and the attribute are optional. None if no row matches.
     """
-    # Remove the source or principle, because it may have the name of a metric.
-    group = BY_PRINCIPLE if name.startswith(BY_PRINCIPLE) else BY_SOURCE
+    group = BY_PRINCIPLE if BY_PRINCIPLE in name else BY_SOURCE
     prefix, group_mark, suffix = name.partition(group)
+    if group_mark:
+        # Remove the source or principle, which may have the name of a metric, also before or after
+        # a slash. It ends where a complete name of a metric begins.
+        starts = accumulate(len(part) + 1 for part in suffix.split("/"))
+        for start in starts:
+            row = _find_row(suffix[start:])
+            if row is not None:
+                return row
     path = f"/{prefix}{suffix.partition('/')[2]}/" if group_mark else f"/{name}/"
     positions = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
     # Take the first match: an attribute may have the name of a metric, but comes after the metric.
     matches = [(index, row) for index, row in positions if index >= 0]
     return min(matches, key=lambda match: match[0])[1] if matches else None
+
+
+def _find_row(name: str) -> Metric | None:
+    """Find the row of a name without data set and source, such as ``pearson/helpfulness``."""
+    for row in all_metrics():
+        if name == row.name or (row.has_parts and name.startswith(f"{row.name}/")):
+            return row
+    return None
 
 
 def better_values(name: str) -> Better:

@@ -153,6 +153,11 @@ class GPTRewardModel(GPTModel):
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
 
+    def embedding_modules(self) -> list[torch.nn.Module]:
+        """List the modules in front of the first layer that this stage has, with all embeddings."""
+        modules = [self.embedding] if self.pre_process else []
+        return modules + ([] if self.per_layer_embedding is None else [self.per_layer_embedding])
+
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
         """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.
 

@@ -21,10 +21,8 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
     check_freezing(count, num_layers)
     if count == 0:
         return
-    if model.pre_process:
-        model.embedding.requires_grad_(False)
-    if model.per_layer_embedding is not None:
-        model.per_layer_embedding.requires_grad_(False)
+    for embedding in model.embedding_modules():
+        embedding.requires_grad_(False)
     for layer in model.decoder.layers:
         if layer.layer_number <= count:
             layer.requires_grad_(False)

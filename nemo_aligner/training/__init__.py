@@ -8,8 +8,8 @@ A training run uses the files in this order:
 - ``prepare.py`` reads the base checkpoint, resolves and checks the settings, and tokenizes the data
   with ``nemo_aligner/data``.
 - ``build.py`` loads the model, freezes and wraps it, and builds optimizer and learner.
-- ``resume.py`` checks that the newest checkpoint belongs to the run, and loads it. It also writes
-  the facts about the run that ``nemo-aligner report`` shows.
+- ``resume.py`` checks that the newest checkpoint belongs to the run, and loads it.
+  ``run_facts.py`` writes the facts about the run that ``nemo-aligner report`` shows.
 - ``trainer.py`` is the loop: step, validation, save, early stopping. ``signals.py`` says when the
   run has to stop (Ctrl-C, SIGTERM, SIGUSR1, time limit).
 - ``learner.py`` computes one training step or one validation on all ranks. ``nonfinite.py`` finds
@@ -17,7 +17,8 @@ A training run uses the files in this order:
 - ``optimizer.py`` clips gradients, scales the loss and sets the learning rate. ``adamw.py`` updates
   the weights. ``optimizer_state.py`` shards, saves and loads Adam's moments.
 - ``loggers.py`` sends metrics to files, services and the terminal; ``tracking.py`` opens W&B and
-  MLflow and writes ``metrics.jsonl``.
+  MLflow and writes ``metrics.jsonl``. ``side_outputs.py`` has the rule by which the errors of all
+  these, except ``metrics.jsonl``, do not end a run.
 
 ``critic.py`` trains the PPO critic of ``nemo-aligner serve-critic``. It uses some of these files,
 but not the loop of ``trainer.py``, because an RL trainer sends it each batch.

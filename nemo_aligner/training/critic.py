@@ -125,6 +125,10 @@ class CriticLearner:
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Compute the values ``[tokens]`` float32 of each sequence of token ids, on every rank."""
+        # Gather the updated weights on all ranks now. The forward pass would do it, but a rank
+        # without sequences makes no forward pass, and the other ranks would wait for it. Do it here
+        # and not at the end of ``train``, which a step that is not finite leaves by an error.
+        self.optimizer.finish_update()
         lengths = [len(sequence) for sequence in sequences]
         local_indices = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
         packs = self._packing.pack(sequences, local_indices)
@@ -148,12 +152,7 @@ class CriticLearner:
                 change the weights; the steps before it did.
         """
         batches = rollout.in_batches(self._global_batch_size)
-        steps = [self._train_step(batch) for batch in batches]
-        # Gather the updated weights on all ranks now. The forward pass would do it, but in the next
-        # call of ``values`` a rank without sequences makes no forward pass, and the other ranks
-        # would wait for it.
-        self.optimizer.finish_update()
-        return steps
+        return [self._train_step(batch) for batch in batches]
 
     def _train_step(self, batch: Rollout) -> ValueStep:
         """Train one step on the global batch ``batch``, and return its outcome."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
 from nemo_aligner.training.learner import rewards_of_samples
+from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError, short
 
@@ -32,6 +34,7 @@ class HeldoutRewards:
 
     If a set has more than ``most_records`` records, it writes a random sample, always the same one.
     A tokenized data set has no texts, so the first validation reads them again from the data files.
+    If a file cannot be written, a message is printed, and no rewards are written any more.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class HeldoutRewards:
         self._contract = contract
         self._most_records = most_records
         self._texts: dict[str, list[tuple[Text, ...]]] = {}
+        self._is_dropped = False
 
     def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
         """Write the sampled records of a validation set with their texts and rewards.
@@ -53,6 +57,13 @@ class HeldoutRewards:
         Args:
             rewards: rewards ``[S, A]`` of all records of the set, with label means added.
         """
+        if not self._is_dropped:
+            consequence = "the report will not have the rewards of this and later validations"
+            write = partial(self._write, dataset, rewards)
+            self._is_dropped = not attempt_output(write, self._folder.name, "writing", consequence)
+
+    def _write(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
+        """Write the file of a validation set, with the arguments of ``keep``."""
         chosen = _draw_sample(len(dataset), self._most_records)
         if dataset.name not in self._texts:
             self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
@@ -63,7 +74,8 @@ class HeldoutRewards:
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, merged, chosen, texts)
-            write_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
+            path = self._folder / f"{dataset.name}.jsonl"
+            write_lines(path, row_lines(rows), RUN_FOLDER)
 
     def _pairs(
         self,

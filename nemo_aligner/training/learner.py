@@ -26,6 +26,7 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
+    add_label_means,
     losses_per_record,
     measure_set,
     measure_step,
@@ -341,13 +342,9 @@ def describe_rewards(
 
 
 def uncentred_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
-    """Convert a head's ``outputs`` to rewards ``[S, A]`` float64, and add the label means.
-
-    Training subtracts these means from the labels, so the head's outputs are without them.
-    """
+    """Convert a head's ``outputs`` to rewards ``[S, A]`` float64, and add the label means."""
     rewards = rewards_of(objective.readout, objective.output_columns.split(outputs).attributes)
-    offsets = torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
-    return rewards.double() + offsets
+    return add_label_means(rewards, labels, objective.attributes)
 
 
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
@@ -373,19 +370,14 @@ def validation_metric_names(
     """List the names of all validation metrics by which checkpoints can be ranked.
 
     The names are known only when metrics are computed, because a custom objective defines its own.
-    So this function computes them without a model, with rewards of 0. A few records suffice: one
-    for each source, principle and kind of record, because the names depend only on these.
+    So this function computes them without a model, with rewards of 0. It takes all records, because
+    the names depend on them: on their sources, on the labels and on the number of their steps.
     """
     names = []
     for dataset in datasets:
-        are_ratings = (dataset.records.sample_bounds.diff() == 1).tolist()
-        principles = dataset.principles or [""] * len(dataset)
-        first: dict[tuple[str, str, bool], int] = {}
-        for index, kind in enumerate(zip(dataset.sources, principles, are_ratings, strict=True)):
-            first.setdefault(kind, index)
-        few = dataset.select(list(first.values()))
-        rewards = torch.zeros(few.records.num_rewards, objective.output_columns.count)
-        names += [f"{dataset.name}/{name}" for name in describe_rewards(objective, few, rewards)]
+        rewards = torch.zeros(dataset.records.num_rewards, objective.output_columns.count)
+        metrics = describe_rewards(objective, dataset, rewards)
+        names += [f"{dataset.name}/{name}" for name in metrics]
     return names
 
 

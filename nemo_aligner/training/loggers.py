@@ -12,7 +12,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
 from nemo_aligner.planning.memory import GIB
 from nemo_aligner.planning.step_time import peak_flops
+from nemo_aligner.training.side_outputs import attempt_output
 from nemo_aligner.training.tracking import (
     FAILED,
     SUCCESS,
@@ -34,8 +36,8 @@ from nemo_aligner.training.tracking import (
     build_tracked_loggers,
     close_loggers,
 )
-from nemo_aligner.utils.console import Progress, join_fields, say, show_number
-from nemo_aligner.utils.errors import ConfigError, one_line
+from nemo_aligner.utils.console import Progress, join_fields, show_number
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import is_main
 
 
@@ -114,29 +116,33 @@ class MetricLoggers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        self.close(SUCCESS if kind is None else FAILED)
+        try:
+            self.close(SUCCESS if kind is None else FAILED)
+        except CheckpointError:
+            if kind is None:  # otherwise the error of the block says more
+                raise
 
     def close(self, status: str = SUCCESS) -> None:
-        """Close the file and all loggers.
+        """Close all loggers and the file.
 
         ``status``, ``SUCCESS`` or ``FAILED``, is the outcome of the run that W&B and MLflow show.
+
+        Raises:
+            CheckpointError: the last lines of ``metrics.jsonl`` cannot be written.
         """
-        if self._file is not None:
-            self._file.close()
-        self._for_each_logger(lambda logger: logger.finalize(status))
+        # Close the file last: on a full disk it raises, and the services must be told all the same.
+        try:
+            self._for_each_logger(lambda logger: logger.finalize(status))
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def _for_each_logger(self, call: Callable[[Any], None]) -> None:
         """Pass every logger to ``call``; after an error, print a message and drop that logger."""
+        consequence = f"{METRICS_NAME} still gets every number"
         for name, logger in list(self._loggers.items()):
-            try:
-                call(logger)
-            except Exception as error:  # any exception: each logger's package has its own
+            if not attempt_output(partial(call, logger), name, "logging", consequence):
                 del self._loggers[name]
-                cause = error.__cause__ or error
-                say(
-                    f"{name}: logging stopped ({type(cause).__name__}: {one_line(cause)}); "
-                    f"{METRICS_NAME} still gets every number"
-                )
 
 
 def build_loggers(
@@ -158,7 +164,7 @@ def build_loggers(
             none.
 
     Raises:
-        ConfigError: W&B or MLflow rejects the run.
+        ConfigError: W&B or MLflow rejects the run, or ``metrics.jsonl`` cannot be written.
         CheckpointError: ``tracking.json`` in the folder is damaged.
     """
     if not is_main():
@@ -364,17 +370,19 @@ def _metrics_by_source() -> list[str]:
 
 @dataclass(frozen=True)
 class Gauges:
-    """Functions and values to measure this rank's GPU; a field is None if it cannot be measured.
+    """Measures this rank's GPU.
+
+    If a function fails during the run, as NVML may, a message is printed, and its metric is not
+    measured any more.
 
     Attributes:
-        peak: peak FLOP/s of all ranks' GPUs together. All GPUs are assumed to be of one kind.
-        used_bytes: function that reads how many bytes of the GPU's memory all processes use.
-        watts: function that reads the power that the GPU draws.
+        peak: peak FLOP/s of all ranks' GPUs together, which are assumed to be of one kind; None if
+            it is unknown.
+        functions: the functions that read the GPU, by the names of their metrics.
     """
 
     peak: float | None = None
-    used_bytes: Callable[[], int] | None = None
-    watts: Callable[[], float] | None = None
+    functions: dict[str, Callable[[], float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
@@ -387,18 +395,19 @@ class Gauges:
             return cls()
         peak = known_peak(device, precision)
 
-        def used_bytes() -> int:
+        def memory_gb() -> float:
+            """Read how much of the GPU's memory all processes use."""
             free, total = torch.cuda.mem_get_info(device)
-            return total - free
+            return (total - free) / 1e9
 
-        def watts() -> float:
+        def power_watts() -> float:
+            """Read the power that the GPU draws."""
             return torch.cuda.power_draw(device) / 1e3
 
-        return cls(
-            None if peak is None else peak * dist.get_world_size(),
-            used_bytes,
-            watts if _is_readable(watts) else None,
-        )
+        functions: dict[str, Callable[[], float]] = {"gpu_memory_gb": memory_gb}
+        if _is_readable(power_watts):
+            functions["gpu_power_watts"] = power_watts
+        return cls(None if peak is None else peak * dist.get_world_size(), functions)
 
     def read(self, flops: float | None, seconds: float) -> dict[str, float]:
         """Measure MFU, memory and power after a step.
@@ -415,10 +424,13 @@ class Gauges:
         values: dict[str, float] = {}
         if self.peak is not None and flops is not None:
             values["mfu"] = flops / seconds / self.peak
-        if self.used_bytes is not None:
-            values["gpu_memory_gb"] = self.used_bytes() / 1e9
-        if self.watts is not None:
-            values["gpu_power_watts"] = self.watts()
+
+        def measure(name: str) -> None:
+            values[name] = self.functions[name]()
+
+        for name in list(self.functions):
+            if not attempt_output(partial(measure, name), name, "measuring", "the run goes on"):
+                del self.functions[name]
         return values
 
 

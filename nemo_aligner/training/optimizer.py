@@ -436,7 +436,7 @@ def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, f
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
-        parts += [(model.embedding, 0)] if model.pre_process else []
+        parts += [(embedding, 0) for embedding in model.embedding_modules()]
         for part, number in parts:
             multiple = config.layer_lr_decay ** (model.config.num_layers - number)
             multiples |= dict.fromkeys(part.parameters(), multiple)

@@ -388,10 +388,10 @@ def _find_monitor(
     if monitor is None and datasets:
         monitor = f"{datasets[0].name}/{objective.main_metric}"
     elif monitor is not None:
-        full_name = monitor
-        if "/" not in monitor and datasets:
-            full_name = f"{datasets[0].name}/{monitor}"
         available = validation_metric_names(objective, datasets)
+        full_name = monitor
+        if monitor not in available and datasets:
+            full_name = f"{datasets[0].name}/{monitor}"
         if full_name not in available:
             names = f"one of {', '.join(available)}" if available else "null"
             reason = "" if available else ", because there is no validation data"

@@ -50,6 +50,7 @@ _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
+_TRAIN_ROUTER = "model.train_router"
 # Settings of learning rate multiples. They must not change, because the optimizer's state groups
 # parameters by them.
 _MULTIPLES = ("head_lr_mult", "layer_lr_decay")
@@ -252,6 +253,9 @@ def _complete_fingerprint(state: RunState) -> RunState:
     fingerprint.setdefault(_WEIGHTS, [])
     for name in _MULTIPLES:
         fingerprint.setdefault(f"model.optim.{name}", 1.0)
+    # Versions that had this setting but not in the fingerprint wrote it among all settings.
+    trains_router = flatten(state.config).get(_TRAIN_ROUTER, False)
+    fingerprint.setdefault(_TRAIN_ROUTER, trains_router)
     return replace(state, fingerprint=fingerprint)
 
 
@@ -280,6 +284,7 @@ def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> d
         _OBJECTIVE_SETTINGS: objective_settings(data.objective),
         "model.regression.attributes": list(model.regression.attributes),
         "model.freeze_layers": model.freeze_layers,
+        _TRAIN_ROUTER: model.train_router,
         "model.global_batch_size": model.global_batch_size,
         "model.seed": model.seed,
         _WEIGHTS: list(model.data.data_prefix.train_weights),

@@ -21,6 +21,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
@@ -29,11 +30,11 @@ class RunFacts:
     """Collects facts about a run, and writes them to ``run_facts.json`` for the report.
 
     The file is written at the start of the run and, with the peak memory so far, after every
-    validation.
+    validation. If it cannot be written, a message is printed, and it is not written any more.
     """
 
     def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
-        self._path = run / FACTS_NAME
+        self._path, self._is_dropped = run / FACTS_NAME, False
         self._facts: dict[str, Any] = {
             "ranks": ranks,
             "described": [],
@@ -52,8 +53,15 @@ class RunFacts:
 
     def write(self) -> None:
         """Write the file again, with the peak memory so far."""
+        if not self._is_dropped:
+            consequence = "the report will lack facts of this run"
+            self._is_dropped = not attempt_output(
+                self._write_file, self._path.name, "writing", consequence
+            )
+
+    def _write_file(self) -> None:
         content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
-        write_lines(self._path, [content])
+        write_lines(self._path, [content], RUN_FOLDER)
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:

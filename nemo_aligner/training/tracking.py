@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.data.records import write_lines
+from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.writing import write_problem
@@ -120,7 +122,9 @@ def build_tracked_loggers(
             )
         if ids or path.is_file():
             content = {name: {"id": run_id} for name, run_id in ids.items()}
-            write_lines(path, [json.dumps(content, indent=2)])
+            write = partial(write_lines, path, [json.dumps(content, indent=2)], RUN_FOLDER)
+            consequence = "if this run is resumed, its services will not know it again"
+            attempt_output(write, TRACKING_NAME, "writing", consequence)
     except BaseException:
         close_loggers(loggers.values(), FAILED)
         raise
@@ -187,6 +191,9 @@ class MetricsFile:
 
     Opening it deletes the lines of steps after ``start_step``, which a resumed run computes again.
     If ``start_step`` is 0, it deletes all lines.
+
+    Raises:
+        ConfigError: when it is opened, if the file cannot be written.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -211,8 +218,18 @@ class MetricsFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file; the object cannot be used afterwards."""
-        self._lines.close()
+        """Close the file; the object cannot be used afterwards.
+
+        Raises:
+            CheckpointError: lines that ``log`` could not write still cannot be written.
+        """
+        try:
+            self._lines.close()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: the last metrics cannot be written: "
+                f"{write_problem(self._path, error)}"
+            ) from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -242,6 +259,9 @@ def _cut_after(path: Path, last_step: int) -> None:
     """Delete the lines of steps after ``last_step`` from the file.
 
     If ``last_step`` is 0, all lines are deleted.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
-    write_lines(path, map(json.dumps, rows))
+    write_lines(path, map(json.dumps, rows), RUN_FOLDER)

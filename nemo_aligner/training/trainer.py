@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.cpu.matmuls import FreedMemory
@@ -39,11 +40,12 @@ from nemo_aligner.training.loggers import (
 )
 from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, say, waiting_for
-from nemo_aligner.utils.errors import TrainingError
+from nemo_aligner.utils.errors import ConfigError, TrainingError, one_line
 
 _LEAK_TIP = (
     "tip: to rule out a leak, evaluate with swapped=true; accuracy must become 1 - accuracy."
 )
+_MONITOR = "exp_manager.checkpoint_callback_params.monitor"
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
@@ -137,16 +139,22 @@ class SupervisedTrainer:
         Raises:
             TrainingError: a reward, the loss or the gradient is not finite. The error names the
                 checkpoint to resume from.
+            ConfigError: the validation has no metric of the name by which checkpoints are ranked.
         """
         with self._stop.while_training():
             try:
                 stopping = self._run()
                 self._publish()
+            # Publish the checkpoint that is being written, whatever ends the run. This is
+            # collective: several ranks may do it only after a TrainingError, which is raised on
+            # every rank.
             except TrainingError as error:
-                # Publish the checkpoint that is being written. This is collective, which is safe
-                # here, because a TrainingError is raised on every rank.
-                self._publish()
+                self._publish_after_error()
                 raise TrainingError(f"{error}; {self._describe_resume()}") from error
+            except Exception:
+                if dist.get_world_size() == 1:
+                    self._publish_after_error()
+                raise
             finally:
                 self._progress.close()
         if self._patience.is_over:
@@ -260,11 +268,42 @@ class SupervisedTrainer:
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
             self._progress.say(render_validation(self._step, metrics))
-            if not self._has_validated and self._can_swap(metrics):
-                self._progress.say(_LEAK_TIP)
+            if not self._has_validated:
+                self._check_monitor(metrics)
+                if self._can_swap(metrics):
+                    self._progress.say(_LEAK_TIP)
             self._has_validated = True
             self._patience.count_validation(metrics)
         return metrics
+
+    def _check_monitor(self, metrics: dict[str, float]) -> None:
+        """Check that the first validation has a value of the metric that ranks checkpoints.
+
+        The start of a run checks the name, but the metrics of a custom objective may depend on the
+        rewards. If the value is NaN, which may change, a warning is printed.
+
+        Raises:
+            ConfigError: on every rank, if ``metrics`` have no such metric. The run is saved.
+        """
+        monitor = self._checkpoints.monitor
+        if monitor is None and self._patience.allowed is not None:
+            monitor = self._patience.monitor
+        if monitor is None:
+            return
+        if monitor not in metrics:
+            if self._step > self._start.step:
+                self._save(metrics)
+                self._publish()
+            raise ConfigError(
+                f"{_MONITOR}: the validation has no metric {monitor}, wanted one of "
+                f"{', '.join(metrics)}; {self._describe_resume()}"
+            )
+        if math.isnan(metrics[monitor]):
+            self._progress.say(
+                f"warning: {monitor}, by which checkpoints are ranked, is NaN in this validation, "
+                f"so that its checkpoint has no rank. If it stays NaN, set {_MONITOR} to another "
+                "metric"
+            )
 
     def _can_swap(self, metrics: Mapping[str, float]) -> bool:
         """True if the tip to find leaks with ``evaluate swapped=true`` makes sense for the data.
@@ -314,14 +353,30 @@ class SupervisedTrainer:
         It does nothing if no checkpoint is being written.
         """
         start = time.perf_counter()
+        if self._finish_save() is not None:
+            self._timers.add_since(start, "publish")
+            self._timers.add_since(self._saving_since, "save_in_background")
+            self._logger.log(self._timers.take(), self._step)
+
+    def _finish_save(self) -> Saved | None:
+        """Publish the checkpoint that is being written, if there is one, and return it."""
         with waiting_for("writing a checkpoint", self._progress.say):
             saved = self._checkpoints.publish()
         self._progress.mention(None)
         if saved is not None:
-            self._timers.add_since(start, "publish")
-            self._timers.add_since(self._saving_since, "save_in_background")
-            self._logger.log(self._timers.take(), self._step)
             self._progress.say(f"step {saved.state.step}: saved {saved.path}")
+        return saved
+
+    def _publish_after_error(self) -> None:
+        """Publish the checkpoint that is being written when an error ends the run.
+
+        An error of this is only printed, so that the first error is raised. No metrics are logged,
+        because logging them may be what failed.
+        """
+        try:
+            self._finish_save()
+        except Exception as error:
+            self._progress.say(f"the checkpoint that was being written is lost: {one_line(error)}")
 
     def _is_due(self, interval: int | None) -> bool:
         """True if the step is a multiple of ``interval``, or the last one.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,17 +47,50 @@ def test_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_fp32_stays_fp32_where_the_environment_asks_for_tf32() -> None:
+def test_fp32_stays_fp32_where_the_environment_or_the_program_asks_for_tf32() -> None:
+    """Also for single backends, as ``TrainingArguments(tf32=True)`` does.
+
+    torch then knows no common precision, and raises.
+    """
     code = (
         "import torch\n"
         "from nemo_aligner.distributed.launch import launch\n"
         "print(torch.get_float32_matmul_precision())\n"
-        "with launch(): print(torch.get_float32_matmul_precision())"
+        "with launch(): print(torch.get_float32_matmul_precision())\n"
+        "backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul\n"
+        "for backend, precision in zip(backends, ('tf32', 'bf16')):\n"
+        "    backend.fp32_precision = precision\n"
+        "with launch(): print(torch.get_float32_matmul_precision())\n"
+        "print(*(backend.fp32_precision for backend in backends))"
     )
     told = tiny.environment(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
     done = run_code(code, environment=told)
-    assert done.stdout.split() == ["high", "highest"], done.stderr
-    assert "fp32 matmuls were set to reduced precision ('high'" in done.stderr
+    assert done.stdout.split() == ["high", "highest", "highest", "ieee", "ieee"], done.stderr
+    for precision in ("high", "bf16 and tf32"):
+        assert f"fp32 matmuls were set to reduced precision ('{precision}'" in done.stderr
+
+
+def test_rank_that_fails_after_a_signal_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other may be in a collective with it; it has time to save, but not an hour."""
+    seconds = 0.0
+
+    def sleep(duration: float) -> None:
+        nonlocal seconds
+        seconds += duration
+        assert seconds < 3600, "the launcher still waits"
+
+    clock = SimpleNamespace(monotonic=lambda: seconds, sleep=sleep)
+    monkeypatch.setattr(launching, "time", clock)
+    monkeypatch.setattr(launching, "_POLL_S", 10.0)
+    for signals, shortest in (([], 30), ([signal.SIGTERM], 300)):
+        seconds = 0.0
+        waiting, failed = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": 3})
+        assert launching._first_failure([waiting, failed], signals) == 1
+        assert seconds > shortest
+        # Who has the signal already gets no second one, which would end it.
+        assert waiting.send_signal.called == (not signals)
 
 
 def select(monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, torchrun: bool) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.base import Objective, mean_loss, measure_set
 from nemo_aligner.losses.multi_head import HeadEnsemble, bootstrap_counts
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
@@ -102,6 +102,20 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
     means = rewards.mean(dim=1)
     accuracy = ((means[::2] > means[1::2]).double().mean()).item()
     assert objective.step_metrics(rewards, PAIRS)["accuracy"] == accuracy
+
+
+def test_loss_of_a_data_set_is_drawn_by_no_bootstrap() -> None:
+    """Which weighs a record by its place in the file."""
+    rewards = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
+    records, lengths = Records.of(range(20), [2] * 20), torch.ones(40, dtype=torch.int64)
+    for objective in (HeadEnsemble(heads=2), HeadEnsemble(heads=2, bootstrap=False)):
+        loss = measure_set(objective, rewards, records, lengths, [""] * 20)["loss"]
+        plain = HeadEnsemble(heads=2, bootstrap=False)
+        assert (
+            loss
+            == mean_loss(plain, rewards, records)
+            != mean_loss(HeadEnsemble(heads=2), rewards, records)
+        )
 
 
 def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:

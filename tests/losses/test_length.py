@@ -115,6 +115,16 @@ def test_model_that_sees_lengths_and_content_is_taught_the_content() -> None:
     assert max(map(abs, correlations[3:])) < 0.1
 
 
+def test_tied_pair_has_no_longer_reply_that_was_chosen() -> None:
+    """Its loss is the same whichever of its replies the file lists first."""
+    objective = BradleyTerry(ties="half", longer_chosen_weight=0.5)
+    tied, lengths, rewards = ranked([0, 0]), torch.tensor([9, 5]), torch.tensor([[1.0], [0.3]])
+    unweighted = float(BradleyTerry(ties="half").loss(rewards, tied)[0])
+    for order in ([0, 1], [1, 0]):
+        records = replace(tied, reply_lengths=lengths[order])
+        assert float(objective.loss(rewards[order], records)[0]) == pytest.approx(unweighted)
+
+
 def test_settings_against_length_that_are_no_use_are_refused() -> None:
     assert not accepted(
         BradleyTerry,

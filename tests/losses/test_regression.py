@@ -257,3 +257,7 @@ def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     # Without weights it is the sum.
     step = RankingAndRegression(NAMES).step_metrics(rewards, centred)
     assert (step["reward_margin"], step["reward_chosen_mean"]) == (-1.0, 1.0 + 2.0 + 1.0)
+    # In fp32 both would be equal after the means are added.
+    close = torch.tensor([[2e-8, 0.0], [1e-8, 0.0]])
+    step = WEIGHTED.step_metrics(close, centred)
+    assert (step["accuracy"], step["ties"]) == (1.0, 0.0)

@@ -242,6 +242,19 @@ def test_metrics_of_steps() -> None:
     assert "step_accuracy" not in report_of(mse, [1.0, 2.0], stepped([[3.0, 0.0]]))
 
 
+@pytest.mark.parametrize(("label", "mean"), [(1.0, 0.01), (0.5, 0.02)])
+def test_verdicts_are_by_the_labels_of_the_data_whatever_their_mean(
+    label: float, mean: float
+) -> None:
+    """These means, subtracted and added again in fp32, move 1 above 1, and 0.5 below 0.5."""
+    centred = float(np.float32(label - mean)) + float(np.float32(mean))
+    assert centred > 1 or centred < 0.5
+    records = stepped([[label, 0.0]], mean=mean)
+    objective = MaskedMse(("right",), has_steps=True)
+    found = report_of(objective, [label - mean + 0.01, 0.1 - mean], records)
+    assert found["step_accuracy"] == 1.0
+
+
 def test_aggregate_is_one_that_is_known() -> None:
     config = ModelConfig(objective="bradley_terry", objective_kwargs={"aggregate": "max"})
     with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -217,5 +218,14 @@ def test_bootstrap_covers_as_the_normal_distribution_says() -> None:
     low, high = bootstrap_interval(differences)
     assert (low, high) == pytest.approx((0.1 - 1.96 * error, 0.1 + 1.96 * error), abs=0.003)
     assert bootstrap_interval(differences) == (low, high)
+    # Of numbers that all differ, too, and in little memory.
+    differences = np.random.default_rng(0).normal(size=2000)
+    error = differences.std() / math.sqrt(differences.size)
+    tracemalloc.start()
+    low, high = bootstrap_interval(differences)
+    assert tracemalloc.get_traced_memory()[1] < 5e7
+    tracemalloc.stop()
+    mean = differences.mean()
+    assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.003)
     assert bootstrap_interval(np.zeros(5)) == (0, 0)
     assert all(math.isnan(end) for end in bootstrap_interval(np.zeros(0)))

@@ -29,6 +29,9 @@ def test_better_values_and_where_they_are_shown_are_known_by_the_last_part_of_a_
         "v/pearson/ties": Better.higher,
         "v/by_source/x/ties": Better.lower,
         "v/by_source/ties/accuracy": Better.higher,
+        "v/by_source/x/pearson/ties": Better.higher,
+        "v/by_source/math/ties/accuracy": Better.higher,
+        "v/by_principle/org/accuracy/loss": Better.lower,
         "v/what_is_this": Better.neither,
     }
     assert {name: better_values(name) for name in expected} == expected

@@ -7,12 +7,15 @@ the first. FOLDER/LAYOUT then has the run, FOLDER/LAYOUT.pt what was seen.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.utils.errors import TrainingError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -81,12 +84,18 @@ def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, 
             run.save()
             run = open_run(archive, folder, layout)
     path = run.save()
+    # One sequence, which only one data parallel rank has, after a step that ended by an error.
+    bad = replace(rollouts()[1], returns=np.full((ROWS, WIDTH - 1), 3e38, dtype=np.float32))
+    values = run.learner.values(probes)
+    with suppress(TrainingError):
+        run.learner.train(bad)
     return {
         "before": previous,
         "steps": [
             (step.step, step.loss, step.num_tokens, step.grad_norm, step.lr) for step in steps
         ],
-        "after": run.learner.values(probes),
+        "after": values,
+        "after_error": run.learner.values(probes[:1]),
         "path": str(path),
         "samples": run.learner.consumed_samples,
     }

@@ -114,6 +114,8 @@ def test_critic_losses_and_weights_are_those_written_out(
                 assert values.dtype == np.float32
                 expected_values = values_of(written_out.model, torch.tensor([probe]))[0]
                 np.testing.assert_allclose(values, expected_values, **CLOSE, err_msg=name)
+        # Also where the other rank has no sequence, and a step was not finite.
+        assert np.array_equal(uninterrupted["after_error"][0], uninterrupted["after"][0]), name
         export_to_hf(uninterrupted["path"], tmp_path / f"{name}_hf", layout, ExportOptions())
         exported = LlamaForSequenceClassification.from_pretrained(
             tmp_path / f"{name}_hf"

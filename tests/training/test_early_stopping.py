@@ -155,6 +155,32 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
         again(build(contracts, files[::-1]).train.measure_digest())
 
 
+def test_resume_rejects_another_value_of_the_setting_that_trains_routers(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """The optimizer has other parameters then. An earlier version wrote it with all settings."""
+    data = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)])
+
+    def start(trained: bool) -> RunState:
+        config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
+        config.model.train_router = trained
+        return new_state(config, SHAPE, data)
+
+    def forget(state: RunState, config: dict[str, Any]) -> RunState:
+        fingerprint = {**state.fingerprint}
+        del fingerprint["model.train_router"]
+        return replace(state, fingerprint=fingerprint, config=config)
+
+    for trained in (True, False):
+        now, other = start(trained), start(not trained)
+        for left in (now, forget(now, now.config)):
+            assert check_resumable(Saved(tmp_path, left), now, data)
+        for left in (other, forget(other, other.config)):
+            with pytest.raises(CheckpointError, match=r"model\.train_router: the checkpoint has"):
+                check_resumable(Saved(tmp_path, left), now, data)
+    assert check_resumable(Saved(tmp_path, forget(now, {})), now, data)  # before the setting
+
+
 def test_resume_rejects_a_run_of_an_objective_that_was_removed(
     tmp_path: Path, contracts: Contracts
 ) -> None:

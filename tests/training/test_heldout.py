@@ -134,6 +134,24 @@ def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
     assert not (tmp_path / "heldout").exists()
 
 
+def test_files_for_the_report_that_cannot_be_written_are_told_once_and_stop_nothing(
+    tmp_path: Path, contracts: Contracts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, heldout = build(tmp_path, contracts, tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1))
+    (tmp_path / "heldout").touch()
+    (tmp_path / FACTS_NAME).mkdir()
+    facts = RunFacts(tmp_path, data, ranks=1)
+    facts.begin(["a line"])
+    for _ in range(2):
+        heldout.keep(data.validation[0], torch.zeros(8, 1))
+        facts.write()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in lines if "stopped" in line] == [
+        "run_facts.json: writing stopped",
+        "heldout: writing stopped",
+    ]
+
+
 def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> None:
     path = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
     data, _ = build(tmp_path, contracts, path)

@@ -55,8 +55,19 @@ def test_monitor_is_one_of_the_metrics() -> None:
     objective = MaskedMse(("x", "y"))
     names = validation_metric_names(objective, [rated])
     assert {"validation-c/pearson/x", "validation-c/by_source/x/loss"} <= set(names)
+    # A name of the first set, which may have slashes, or that of any set.
+    two = Data("validation-c")
+    two.objective, two.validation = objective, [rated]  # type: ignore[assignment]
+    for monitor in ("pearson/x", "validation-c/pearson/x"):
+        config.checkpoint_callback_params.monitor = monitor
+        assert open_checkpoints(config, two).monitor == "validation-c/pearson/x"  # type: ignore[arg-type]
     measured = describe_rewards(objective, rated, torch.zeros(4, 2))
     assert names == [f"validation-c/{name}" for name in measured]
+    # The labels of the first record are from 0 to 1, those of the others are not: no verdicts.
+    stepped = validation_metric_names(
+        replace(objective, has_steps=True), [dataset([2, 3], rated.kind)]
+    )
+    assert not [name for name in stepped if "step_accuracy" in name]
 
 
 def test_work_of_a_step_is_that_of_its_packs() -> None:

@@ -129,6 +129,19 @@ def test_loggers_of_a_run_that_fails_are_closed_as_failed(tmp_path: Path) -> Non
             file.log({"train/loss": 0.5}, 1)
 
 
+def test_loggers_of_a_run_on_a_full_disk_are_closed_as_failed(tmp_path: Path) -> None:
+    """The file's text is written again when it is closed, and the first error is the run's."""
+    logger, file = Mock(), MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file._lines.close()
+    file._lines = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115 - the file closes it
+    with (
+        pytest.raises(CheckpointError, match=r"the metrics of step 1 cannot be written"),
+        MetricLoggers(file, {"service": logger}) as loggers,
+    ):
+        loggers.log({"train/loss": 1.0}, 1)
+    logger.finalize.assert_called_once_with("failed")
+
+
 def test_services_are_closed_if_another_logger_cannot_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,3 +282,16 @@ def test_gauges_of_a_known_gpu_an_unknown_one_and_a_cpu(monkeypatch: pytest.Monk
         }
         pretend(monkeypatch, "NVIDIA something new", ModuleNotFoundError("pynvml"))
         assert Gauges.of("cuda:0", Precision.bf16).read(1e12, 1.0) == {"gpu_memory_gb": 81.0}
+
+
+def test_gauge_that_fails_in_a_run_is_told_once_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with launch():
+        pretend(monkeypatch, "NVIDIA something new", 652_000)
+        gauges = Gauges.of("cuda:0", Precision.bf16)
+        assert set(gauges.read(None, 1.0)) == {"gpu_memory_gb", "gpu_power_watts"}
+        pretend(monkeypatch, "NVIDIA something new", RuntimeError("NVMLError_Unknown"))
+        assert [set(gauges.read(None, 1.0)) for _ in range(2)] == [{"gpu_memory_gb"}] * 2
+    output = capsys.readouterr().out
+    assert output.count("gpu_power_watts: measuring stopped (RuntimeError: NVMLError_Unknown)") == 1

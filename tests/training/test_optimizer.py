@@ -17,6 +17,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.checkpoint.run_folder import STATE_NAME
 from nemo_aligner.checkpoint.weights import open_weights
@@ -25,10 +26,11 @@ from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
-from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, Update, _lr_multiples, build_optimizer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.refusals import check_damages
 from tests.distributed.late_copies import play_late_copies
+from tests.harness import families
 from tests.models import layouts
 from tests.training import poisoned
 
@@ -334,6 +336,24 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
     checkpoints.load(checkpoints.list_saved()[-1], model, optimizer)
     rates = {group["lr"] for group in optimizer.param_groups}
     assert sorted(rates) == pytest.approx([0.0001, 0.001, 0.01, 0.1])
+
+
+def test_embeddings_of_gemma_4s_layers_have_the_rate_of_the_other_embeddings(
+    layout: ParallelLayout, tmp_path: Path
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", "gemma4_small")
+    model = load_pretrained(path, layout, num_attributes=1, precision=Precision.fp32).model
+    multiples = _lr_multiples(model, OptimConfig(lr=0.01, layer_lr_decay=0.5))
+    rates = {
+        name: multiples[parameter]
+        for name, parameter in model.named_parameters()
+        if "embedding" in name
+    }
+    assert {name.rpartition(".weight")[0] for name in rates} == {
+        "embedding.word_embeddings",
+        *(f"per_layer_embedding.{part}" for part in ("table", "projection", "norm")),
+    }
+    assert set(rates.values()) == {0.5**4}
 
 
 class MegatronOptimizer:

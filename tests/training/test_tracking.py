@@ -119,6 +119,20 @@ def test_damaged_file_of_ids_is_named(tmp_path: Path, logged: dict[str, Any]) ->
             run(tmp_path, 1)
 
 
+def test_files_of_a_folder_that_cannot_be_written_name_its_setting_or_end_no_run(
+    tmp_path: Path, logged: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tracking.json").mkdir()
+    run(tmp_path, 0, (1, {"loss": 1}))
+    assert logged == {"run 0": [(1, {"loss": 1})]}
+    assert "tracking.json: writing stopped (IsADirectoryError: " in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    expected = rf"^exp_manager\.explicit_log_dir: {tmp_path} cannot be written: .*Is a directory"
+    with pytest.raises(ConfigError, match=expected):
+        build_loggers(config_of(tmp_path), {}, 0)
+
+
 def test_service_that_cannot_be_opened_leaves_no_other_one_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +223,11 @@ def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
         )
 
     # Not killed: that would take what W&B has not written yet along, up to 15 seconds of it.
-    in_step_6 = ("nemo_aligner.training.learner:forward_backward", "", "6", "0", "prompt")
-    failed = python("tests/training/interrupted.py", "ENOSPC", *in_step_6, *settings)
+    in_step_5 = ("nemo_aligner.training.learner:forward_backward", "", "5", "0", "prompt")
+    failed = python("tests/training/interrupted.py", "ENOSPC", *in_step_5, *settings)
     assert failed.returncode == 1, failed.stderr
     steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
-    assert max(steps) == 5
+    assert max(steps) == 4
     resumed = python("nemo_aligner/__main__.py", "train", *settings, f"{SAVE_TOP_K}=2")
     assert resumed.returncode == 0, resumed.stderr
     assert "step_00000003, after 24 records" in resumed.stdout

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from nemo_aligner.checkpoint import run
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
@@ -19,7 +21,7 @@ from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
-from nemo_aligner.utils.errors import CheckpointError, TrainingError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
 Moment = tuple[str, int]  # "step", "validation" or "end of validation", and its step
 
@@ -259,6 +261,65 @@ def test_trainer_does_not_save_a_broken_step() -> None:
     assert diary.events[-1] == "publish 2"
     with pytest.raises(TrainingError, match="step 3: not finite; this run has no checkpoint"):
         fit(Broken(), 5, val_check_interval=5, save_interval=5)
+
+
+def test_checkpoint_that_is_being_written_outlives_any_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one process; several ranks would have to fail together. An error of that is not raised."""
+
+    class Failing(Diary):
+        is_full = False
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            if step == 3:
+                raise StopIteration("pruned")
+
+        def publish(self) -> Saved | None:
+            if self.is_full and self.step == 3:
+                raise CheckpointError("somewhere: not saved: the disk is full")
+            return super().publish()
+
+    for is_full, ranks, last in (
+        (False, 1, "publish 2"),
+        (True, 1, "train 2"),
+        (False, 2, "train 2"),
+    ):
+        monkeypatch.setattr(dist, "get_world_size", lambda ranks=ranks: ranks)
+        diary = Failing(write_for=9)
+        diary.is_full = is_full
+        with pytest.raises(StopIteration, match=r"^pruned$"):
+            fit(diary, 5, val_check_interval=None, save_interval=2)
+        assert diary.events[-1] == last
+        output = capsys.readouterr().out
+        assert ("step 2: saved somewhere" in output) == (last == "publish 2")
+        assert ("written is lost: somewhere: not saved: the disk is full" in output) == is_full
+
+
+def test_metric_that_ranks_checkpoints_is_missed_at_the_first_validation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run is saved, so that it may go on by another metric; NaN is only warned of, once."""
+    diary = Diary()
+    diary.values = {1: math.nan, 2: math.nan}
+    fit(diary, 3, val_check_interval=1)
+    assert capsys.readouterr().out.count("warning: validation/accuracy, by which checkpoints") == 1
+
+    class Nameless(Diary):
+        def validate(self, watch: Watch) -> dict[str, float]:
+            return {f"{name}/loss": value for name, value in super().validate(watch).items()}
+
+    diary = Nameless()
+    expected = (
+        r"monitor: the validation has no metric validation/accuracy, wanted one of "
+        r"validation/accuracy/loss; the same command resumes from the checkpoint of step 2"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        fit(diary, 5, val_check_interval=2, save_interval=None)
+    assert diary.events[-2:] == ["save 2", "publish 2"]
+    diary = Nameless()
+    diary.monitor = None  # type: ignore[assignment]
+    assert fit(diary, 2, val_check_interval=1) is None
 
 
 def test_trainer_whose_folder_another_job_has_taken_ends_at_once() -> None:
