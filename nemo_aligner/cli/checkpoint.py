@@ -61,6 +61,11 @@ def convert_parser() -> Parser:
         help="where the reward of each turn or step is read, as model.head.reads; default: "
         "step_marks if there is a separator",
     )  # fmt: skip
+    rules.add_argument(
+        "--reward-token", metavar="TEXT|ID",
+        help="token that is appended to each sample and at which the reward is read; default: "
+        "reward_token_id in config.json",
+    )  # fmt: skip
     return parser
 
 
@@ -83,6 +88,7 @@ def run_convert(options: argparse.Namespace) -> int:
         attributes=options.attributes,
         step_separator=options.step_separator,
         reads=None if options.reads is None else ScoredPosition(options.reads),
+        reward_token=options.reward_token,
     )
     say(str(summary))
     return 0

@@ -106,6 +106,8 @@ which each reply gets a reward, or has completions that TRL has logged (log_comp
 
 # Seconds without an answer after which a line reports that the client is waiting.
 _QUIET_S = 2.0
+# Deadline of one request. A file of any size is one call, which has none.
+_REQUEST_S = 600.0
 
 
 def score_parser() -> Parser:
@@ -158,6 +160,8 @@ def run_score(options: argparse.Namespace) -> int:
         options.url,
         expect=options.expect,
         expect_fingerprint=options.expect_fingerprint,
+        timeout_s=None,
+        request_timeout_s=_REQUEST_S,
         wait_s=options.wait,
         token=token,
     ) as client:
@@ -210,7 +214,7 @@ def _name_flags(message: str, token_variable: str | None) -> str:
     not_sent = f"{NOT_SENT}: pass --token-variable NAME"
     wrong_token = f"the token in {token_variable} is not the server's"
     message = message.replace(NOT_SENT, not_sent).replace(WRONG_TOKEN, wrong_token)
-    return message.replace("wait_s", "--wait")
+    return message.replace(" (request_timeout_s)", "").replace("wait_s", "--wait")
 
 
 def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:

@@ -20,13 +20,12 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.planner import (
-    PRESETS,
     PlanRequest,
-    preset,
     render_best,
     render_heading,
     render_layouts,
 )
+from nemo_aligner.planning.presets import PRESETS, preset
 from nemo_aligner.utils.processes import find_process, leave_together
 
 _TRAIN = """\
@@ -206,7 +205,7 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tflops", type=float, metavar="N",
-        help="peak of a GPU (default: 989, H100 and H200 in bf16)",
+        help="peak of a GPU (default: an H100's, 989 in bf16 and fp16, 67 in fp32)",
     )  # fmt: skip
     group.add_argument(
         "--memory-bandwidth", type=float, metavar="GB/S",

@@ -177,6 +177,7 @@ class GatewayRunConfig:
         {}, "Python functions that score samples: name=package.module:function"
     )
     function_timeout_s: float = setting(10.0, "seconds until a call of a function has failed")
+    function_threads: int = setting(32, "maximum concurrent calls of each function; more wait")
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     combine: CombineConfig = field(default_factory=CombineConfig)
 
@@ -191,7 +192,7 @@ class GatewayRunConfig:
             expected = "the URL of a server, or several, or a judge.url, or functions"
             checks.require(bool(self.parts), "backends", expected)
             checks.require_one_token("backend_token")
-            checks.require_positive("function_timeout_s")
+            checks.require_positive("function_timeout_s", "function_threads")
             reserved = {MODEL_PART, JUDGE_PART}
             are_names = all(
                 name.isidentifier() and name not in reserved and re.match(r"[\w.]+:\w+$", function)
@@ -209,7 +210,7 @@ _GATED = ("combine.gate_part", "combine.gate_margin")
 IDLE_IN_GATEWAYS: tuple[IdleRule, ...] = (
     ({"judge.url": None}, _WITH_JUDGE),
     ({"judge.task": JudgeTask.rating}, ("judge.pairs",)),
-    ({"functions": {}}, ("function_timeout_s",)),
+    ({"functions": {}}, ("function_timeout_s", "function_threads")),
     ({"functions": {}, "judge.url": None}, ("combine.fail_requests",)),
     ({"combine.kind": CombineKind.weighted}, _GATED),
     ({"combine.kind": CombineKind.minimum}, _GATED),

@@ -74,11 +74,16 @@ class FrontConfig:
         64 * 2**10, "largest request line and headers in bytes; larger ones get a 431"
     )
     max_chunks: int = setting(2**16, "maximum chunks of a request body; more get a 413")
-    max_open_connections: int = setting(4096, "maximum open connections; more get a 503")
+    max_open_connections: int = setting(
+        4096, "maximum open connections; more close the longest idle one, or get a 503"
+    )
     receive_timeout_secs: float = setting(
         60.0, "seconds to receive a complete request; slower ones get a 408"
     )
     keep_alive_secs: int = setting(75, "seconds until an idle connection of a client is closed")
+    max_connection_secs: float = setting(
+        60.0, "seconds (+-20%) after which an answer ends its connection; 0: no limit"
+    )
     drift_rows: int = setting(1000, "number of latest rewards that the distribution metrics cover")
     exit_timeout_secs: int = setting(20, "seconds to finish requests in flight after SIGTERM")
     ready_file: str | None = setting(None, "file to write the URL to while the server is ready")
@@ -115,7 +120,7 @@ class FrontConfig:
             "top_rewards_kept",
             "top_rewards_window",
         )
-        checks.require_not_negative("top_rewards_files")
+        checks.require_not_negative("top_rewards_files", "max_connection_secs")
         is_number = self.refused_reward is None or isfinite(self.refused_reward)
         checks.require(is_number, "refused_reward", "a finite number, or null")
         both_or_neither = (self.certificate_file is None) == (self.key_file is None)
@@ -250,6 +255,9 @@ class ServerConfig(FrontConfig):
     worker_timeout_secs: float = setting(
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
+    max_stuck_secs: float = setting(
+        300.0, "seconds until a model call counts as hung and the server ends; 0: never"
+    )
     triton_port: int | None = setting(
         None, "HTTP port of Triton (extra triton); next: gRPC, metrics; null: off"
     )
@@ -267,6 +275,9 @@ class ServerConfig(FrontConfig):
             "worker_timeout_secs",
         )
         checks.require_not_negative("report_every_secs", "max_call_secs", "prefix_cache_states")
+        can_end = not self.max_stuck_secs or self.max_stuck_secs > self.max_call_secs
+        expected = "0 (never), or more than server.max_call_secs"
+        checks.require(can_end, "max_stuck_secs", expected)
         checks.require_prefix_cache("prefix_cache_tokens")
 
 

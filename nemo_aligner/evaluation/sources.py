@@ -30,7 +30,7 @@ from nemo_aligner.contract.scorer import SampleEncoder, ScoredRows, Scorer
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
-from nemo_aligner.serving.client.pool import NoKServeError, NoServerError
+from nemo_aligner.serving.client.pool import NoKServeError, NoServerError, RequestTimeoutError
 from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
@@ -343,7 +343,8 @@ def open_server(
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
-        ServingError: a nemo-aligner server does not answer, or publishes no scoring contract.
+        ServingError: a nemo-aligner server does not answer, also to a later request in time, or
+            publishes no scoring contract.
     """
     path, name = _protocol_path(url), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
@@ -354,9 +355,17 @@ def open_server(
     token = find_token(None, config.token_variable, "source.token")
     if path == "":
         with RewardClient(
-            url, expect_fingerprint=expect_fingerprint, timeout_s=config.timeout_s, token=token
+            url,
+            expect_fingerprint=expect_fingerprint,
+            timeout_s=None,  # a file of any size is one call
+            request_timeout_s=config.timeout_s,
+            token=token,
         ) as client:
-            yield RewardSource.of(_build_served_scorer(name, client), name)
+            try:
+                yield RewardSource.of(_build_served_scorer(name, client), name)
+            except RequestTimeoutError as error:
+                text = str(error).replace("request_timeout_s", "source.timeout_s")
+                raise ServingError(f"server: {text}") from error
         return
     if expect_fingerprint is not None:
         raise _fingerprint_error(name, expect_fingerprint)

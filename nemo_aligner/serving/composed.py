@@ -177,10 +177,12 @@ class ComposedService(ScoringService):
         """
         states: dict[str, str | None] = {}
         missing: list[str] = []
-        for name, service in self._services().items():
-            answers = await service.probe()
-            states |= answers
-            if None not in answers.values() and name in self._combination.first_names:
+        services = self._services()
+        # At the same time, because each may take the whole time that a probe has.
+        answers = await asyncio.gather(*(service.probe() for service in services.values()))
+        for name, states_of_part in zip(services, answers, strict=True):
+            states |= states_of_part
+            if None not in states_of_part.values() and name in self._combination.first_names:
                 missing.append(name)
         if not missing:
             return states

@@ -33,6 +33,7 @@ from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
 from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.engine.running_calls import LongOperation
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.intake import Intake, answer_of
@@ -114,13 +115,15 @@ class CriticService:
         return None if line is None else f"critic: {line}"
 
     def stop(self) -> None:
-        # Training or saving must finish, even if the client that requested it has left.
+        # Training or saving must finish, even if the client that requested it has left. If another
+        # call hangs, this waits forever, and ``server.py`` ends the process.
         self._lock.submit(_do_nothing, exclusive=True).result()
-        self._intake.close()
-        self._batcher.close()
+        # Printed first, because closing the batcher does not return if a call for values hangs.
         warning = _warn_of_unsaved_steps(self._run.learner.step, self._saved_step)
         if warning is not None:
             print(warning, flush=True)
+        self._intake.close()
+        self._batcher.close()
 
     async def _read_contract(self) -> ScoringContract:
         return self._contract
@@ -286,8 +289,8 @@ class CriticBackend:
     def operations(self) -> Mapping[str, Operation]:
         return {
             VALUES: self._compute_values,
-            TRAIN: self._train,
-            SAVE: self._save,
+            TRAIN: LongOperation(self._train),
+            SAVE: LongOperation(self._save),
             _MEMORY: self._show_memory,
         }
 

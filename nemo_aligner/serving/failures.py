@@ -175,7 +175,8 @@ NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.toke
 NOT_SENT = "no token was sent"
 WRONG_TOKEN = "the token that was sent is not the server's"
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
-_RETRY_AFTER = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
+_SECONDS = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_RETRY_AFTER = re.compile(rf"retry after ({_SECONDS}) ?s")
 _TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")
 
 
@@ -227,6 +228,7 @@ class UnavailableError(RequestError):
     Attributes:
         waiting_helps: whether the server may answer later; False for a wrong address or
             certificate.
+        is_hang: whether the server accepted the connection, and then did not answer in time.
     """
 
     def __init__(
@@ -235,9 +237,10 @@ class UnavailableError(RequestError):
         kind: FailureKind = FailureKind.unreachable,
         retry_after_s: float | None = None,
         waiting_helps: bool = True,
+        is_hang: bool = False,
     ) -> None:
         super().__init__(message, kind, retry_after_s)
-        self.waiting_helps = waiting_helps
+        self.waiting_helps, self.is_hang = waiting_helps, is_hang
 
 
 def retry_after(message: str, header: str) -> float | None:
@@ -246,5 +249,6 @@ def retry_after(message: str, header: str) -> float | None:
     The seconds in the error ``message`` take precedence over those in ``header`` (``Retry-After``).
     """
     match = _RETRY_AFTER.search(message)
-    seconds = match[1] if match else header
-    return float(seconds) if seconds.replace(".", "", 1).isdigit() else None
+    seconds = match[1] if match else header.strip()
+    # ``str.isdigit`` would also accept characters that ``float`` does not, such as a superscript 2.
+    return float(seconds) if re.fullmatch(_SECONDS, seconds) else None

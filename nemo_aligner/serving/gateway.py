@@ -88,7 +88,7 @@ def build_service(config: GatewayRunConfig, backend_token: str | None) -> Scorin
         )
         parts.append(JudgePart(client, judge, settings.timeout_s))
     parts += [
-        FunctionPart(name, location, config.function_timeout_s)
+        FunctionPart(name, location, config.function_timeout_s, config.function_threads)
         for name, location in config.functions.items()
     ]
     return ComposedService(model, parts, config)

@@ -26,13 +26,21 @@ from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.meter import Meter
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenScorer
-from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
+from nemo_aligner.serving.engine.timed_threads import (
+    RunStep,
+    ThreadsHangError,
+    TimedThreads,
+    TooSlowError,
+)
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode samples. With one, a long sample would block all others.
 _ENCODERS = 2
+# Most further threads, which begin while samples take long. Each of them slows down all others, as
+# Python runs one at a time; and an encoder in which so many samples hang will not encode others.
+_MORE_ENCODERS = 16
 # Requests up to this cost are encoded in the event loop, which is faster than waking a thread. The
 # cost is the number of characters or token ids. Each row and turn adds a constant, because even an
 # empty one takes time.
@@ -145,8 +153,15 @@ class Intake:
             seconds,
             f"it took more than {seconds:g} s to tokenize ({key}). If the sample is not very long, "
             "the model's chat template runs forever for it",
+            max_replaced=_MORE_ENCODERS,
         )
         self.meter = Meter()
+
+    @property
+    def problem(self) -> str | None:
+        """Why samples cannot be encoded now; None if they can."""
+        problem = self._threads.problem
+        return None if problem is None else f"samples cannot be tokenized: {problem}"
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -166,7 +181,8 @@ class Intake:
                 first one fails the request.
 
         Raises:
-            RequestError: a sample cannot be encoded, or the request has too many tokens.
+            RequestError: a sample cannot be encoded, the request has too many tokens, or too many
+                earlier samples hang.
         """
         outcomes: list[_Sample | _Failure] = []
         if self._is_quick(request):
@@ -177,6 +193,9 @@ class Intake:
             try:
                 work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
                 await self._threads.run(work)
+            except ThreadsHangError as error:
+                text = f"samples cannot be tokenized: {one_line(error)}"
+                raise RequestError(text, FailureKind.busy) from error
             except TooSlowError as error:
                 # Python cannot interrupt the blocked thread. Another thread encodes the remaining
                 # samples into a new list, because the blocked one may still append to the old list.

@@ -30,15 +30,19 @@ from nemo_aligner.contract.messages import (
     prompt_of,
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
-from nemo_aligner.serving.engine.timed_threads import TimedThreads, TooSlowError
+from nemo_aligner.serving.engine.timed_threads import (
+    ThreadsHangError,
+    TimedThreads,
+    TooSlowError,
+)
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ConfigError, ServingError, one_line, shown
 
 logger = logging.getLogger(__name__)
 # Seconds between two warnings about failed judgments.
 _WARNING_PAUSE_S = 60.0
-# Threads that call functions. A thread that is busy for longer than 0.25 s gets a replacement.
-_FUNCTION_THREADS = 2
+# How to end the hanging calls of a function, for error messages.
+_HANG_ADVICE = "set a timeout for whatever the function waits for, and restart the gateway"
 # Most judgments of one request. With all pairs, their number grows with the square of the rows.
 _MOST_JUDGMENTS = 2**16
 
@@ -248,15 +252,23 @@ Function = Callable[[list[dict[str, Any]]], Sequence[float | None]]
 
 
 class FunctionPart:
-    """Scores samples by a Python function, in a thread and with a time limit.
+    """Scores samples by a Python function, in threads and with a time limit.
 
     The function gets a list of ``{"messages": [...]}`` (with ``tools`` and ``documents`` if there
     are any) and ``{"text": ...}``. It returns a number for each; None or NaN means no score.
-    After an ``OSError``, such as of a service that it calls, the same samples may be sent again.
+    After an ``OSError``, such as of a service that it calls, the same samples may be sent again. A
+    call that hangs in C code, such as a read from a socket, keeps its thread. It does not keep one
+    of ``num_threads``, but after as many hanging calls, further calls fail at once until one ends.
     """
 
-    def __init__(self, name: str, location: str, timeout_s: float) -> None:
+    def __init__(self, name: str, location: str, timeout_s: float, num_threads: int) -> None:
         """Import the function at ``location``, ``package.module:function``.
+
+        Args:
+            name: name of the part.
+            location: where the function is.
+            timeout_s: seconds until a call has failed.
+            num_threads: maximum number of concurrent calls; further ones wait.
 
         Raises:
             ConfigError: there is no such function.
@@ -266,7 +278,9 @@ class FunctionPart:
         self._function = load_function(name, location)
         self._counts: Counter[str] = Counter(function_calls=0, function_failures=0, masked_rows=0)
         message = f"no answer within {timeout_s:g} s (function_timeout_s)"
-        self._threads = TimedThreads(_FUNCTION_THREADS, name, timeout_s, message)
+        self._threads = TimedThreads(
+            num_threads, name, timeout_s, message, max_replaced=num_threads, replaces_slow=False
+        )
 
     async def score(self, samples: Sequence[Text]) -> PartScores:
         """Score samples in one call of the function."""
@@ -280,9 +294,11 @@ class FunctionPart:
         except Exception as error:
             self._counts["function_failures"] += 1
             text = one_line(error) if isinstance(error, ServingError) else one_line(repr(error))
+            if isinstance(error, ThreadsHangError):
+                text = f"{text}; {_HANG_ADVICE}"
             reasons = dict.fromkeys(range(len(samples)), text)
             values = np.full(len(samples), np.nan)
-            is_temporary = isinstance(error, TooSlowError | OSError)
+            is_temporary = isinstance(error, TooSlowError | ThreadsHangError | OSError)
         else:
             is_temporary = False
             missing = np.flatnonzero(~np.isfinite(values))
@@ -294,7 +310,8 @@ class FunctionPart:
         return PartScores(values, failures)
 
     async def probe(self) -> dict[str, str | None]:
-        return {str(self.rules): None}
+        problem = self._threads.problem
+        return {str(self.rules): None if problem is None else f"{problem}; {_HANG_ADVICE}"}
 
     def statistics(self) -> dict[str, dict[str, float]]:
         return {str(self.rules): {name: float(count) for name, count in self._counts.items()}}

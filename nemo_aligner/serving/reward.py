@@ -94,6 +94,7 @@ class LocalService(ScoringService):
         super().__init__(backend.config, backend.name)
         scorer, shaper = backend.scorer, backend.shaper
         self._scorer, self._shaper, self._config = scorer, shaper, backend.config
+        self._ranks = ranks
         self._parts = backend.template_parts
         self._contract = scorer.contract if shaper is None else shaper.contract
         self.contract = self._contract
@@ -145,7 +146,7 @@ class LocalService(ScoringService):
         return self._contract
 
     async def probe(self) -> dict[str, str | None]:
-        return {self._server_name: None}
+        return {self._server_name: self._ranks.running.find_delay() or self._intake.problem}
 
     async def statistics(self) -> dict[str, dict[str, float]]:
         """Return this server's counts since its start, e.g. of requests, and its queue length."""

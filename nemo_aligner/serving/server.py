@@ -23,7 +23,7 @@ from typing import NoReturn
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.serving.endpoints import Endpoint
-from nemo_aligner.serving.engine.executor import ModelRanks
+from nemo_aligner.serving.engine.executor import ModelRanks, RanksLostError
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
 from nemo_aligner.serving.front.models import HostedModel
@@ -35,12 +35,15 @@ from nemo_aligner.serving.protocols.kserve import (
 from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
-from nemo_aligner.utils.errors import AlignerError
+from nemo_aligner.utils.errors import AlignerError, one_line
 
 logger = logging.getLogger(__name__)
 
 _WATCH_SECS = 0.2  # seconds after which a dead rank or Triton is noticed
 _LAST_WORDS_SECS = 1.0  # seconds before the process exits, in which requests get their error
+# Seconds after exit_timeout_secs in which the services end; training and saving get any time.
+_STOP_SECS = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ServerSocket:
@@ -81,8 +84,9 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
     """Answer requests to all ``backends`` until SIGTERM or SIGINT; every rank calls this.
 
     Returns:
-        The exit code: 0 after requests in flight were answered. If a rank or Triton dies, the
-        server answers the requests in flight with an error, and the process exits with 1.
+        The exit code: 0 after requests in flight were answered. If a rank or Triton dies, or the
+        model hangs, the server answers the requests in flight with an error, and the process exits
+        with 1.
 
     Raises:
         ServingError: the server cannot start. Only rank 0 raises; the other ranks return.
@@ -92,24 +96,26 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         lambda: _reset_caches(backends),
         config.heartbeat_secs,
         config.worker_timeout_secs,
+        config.max_stuck_secs,
     )
     if ranks.rank != 0:
         # torchrun passes a signal on to every rank, but workers must keep computing while rank 0
         # drains.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
         ranks.stop()
         return 0
     assert port.listener is not None
-    leader = _Leader(backends, ranks, config, port.listener)
-    # If the start fails, e.g. because the model cannot run, rank 0 must still stop the workers.
-    try:
-        ranks.run_leader(leader.run)
-    except AlignerError:
-        if ranks.failure is None:  # None: no rank is lost, so the workers still answer
-            ranks.stop()
-        raise
+    with _StopSignals() as signals:
+        leader = _Leader(backends, ranks, config, port.listener, signals)
+        # If the start fails, e.g. because the model cannot run, rank 0 must still stop the workers.
+        try:
+            ranks.run_leader(leader.run)
+        except AlignerError:
+            if ranks.failure is None:  # None: no rank is lost, so the workers still answer
+                ranks.stop()
+            raise
     ranks.stop()
     print("Stopped", flush=True)
     return 0
@@ -118,6 +124,39 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
 def _reset_caches(backends: Iterable[Backend]) -> None:
     for backend in backends:
         backend.reset_cache()
+
+
+class _StopSignals:
+    """Notes SIGTERM and SIGINT, even while the main thread is in a kernel that never returns.
+
+    Python calls signal handlers only between two instructions of the main thread, so the signals
+    are read from Python's wakeup descriptor instead, to which they are written at once.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        self._have_arrived = False
+
+    def __enter__(self) -> _StopSignals:
+        """Install the handlers, which Python allows only in the main thread."""
+        # Only signals with a handler in Python are written to the descriptor.
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        signal.set_wakeup_fd(self._previous)
+        self._reader.close()
+        self._writer.close()
+
+    def have_arrived(self) -> bool:
+        """Tell whether one of the signals has arrived."""
+        with suppress(BlockingIOError):
+            self._have_arrived |= not set(_STOP_SIGNALS).isdisjoint(self._reader.recv(1024))
+        return self._have_arrived
 
 
 class _Leader:
@@ -129,18 +168,15 @@ class _Leader:
         ranks: ModelRanks,
         config: ServerConfig,
         listener: socket.socket,
+        signals: _StopSignals,
     ) -> None:
-        """Install the signal handlers, which Python allows only in the main thread."""
         self._backends, self._ranks, self._config = backends, ranks, config
-        self._listener = listener
-        self._signals: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: self._signals.append(received))
+        self._listener, self._signals = listener, signals
         self._reported = time.monotonic()
 
     def run(self) -> None:
         """Serve until a signal arrives; exit the process with code 1 if a part of it dies."""
-        services = [backend.start(self._ranks) for backend in self._backends]
+        services = self._start_services()
         models = [
             HostedModel(service.scoring, service.endpoints)
             for service in services
@@ -166,11 +202,19 @@ class _Leader:
         try:
             self._print_start(url, services, endpoints, token, door)
             parts = [server.failure, *([door.failure] if door is not None else [])]
-            self._watch(lambda: bool(self._signals), services, parts)
+            self._watch(self._signals.have_arrived, services, parts)
         finally:
             ready.remove()
         front.is_ready = False
         self._drain(server, door, services)
+
+    def _start_services(self) -> Sequence[Service]:
+        try:
+            return [backend.start(self._ranks) for backend in self._backends]
+        except RanksLostError as error:
+            # The main thread may wait forever for the lost rank or in the call that hangs, so an
+            # exception would not end the process.
+            _die(f"The server cannot start: {one_line(error)}")
 
     def _open_triton(
         self, endpoints: Sequence[Endpoint], token: str | None, server: FrontServer
@@ -206,6 +250,7 @@ class _Leader:
     def _drain(
         self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
     ) -> None:
+        end = time.monotonic() + self._config.exit_timeout_secs
         # Triton is stopped first, because the event loop of the front answers its requests.
         stops = [*([door.stop] if door is not None else []), server.stop]
         drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
@@ -216,8 +261,33 @@ class _Leader:
         if door is not None:
             door.close()
         self._report(services)
-        for service in services:
-            service.stop()
+        self._stop_services(services, end)
+
+    def _stop_services(self, services: Sequence[Service], end: float) -> None:
+        """End the services, which wait for the running call; end the process if that hangs.
+
+        No request waits any more, so only training and saving are worth more than ``_STOP_SECS``
+        after ``end``, the time at which ``exit_timeout_secs`` are over.
+        """
+        stops = [service.stop for service in services]
+        stopping = Thread(target=_call_all, args=[stops], name="stop", daemon=True)
+        stopping.start()
+        announced, end = None, max(end, time.monotonic()) + _STOP_SECS
+        while stopping.is_alive():
+            stopping.join(_WATCH_SECS)
+            self._check_ranks()
+            call = self._ranks.running.first
+            if call is not None and call.is_long:
+                end = max(end, time.monotonic() + _STOP_SECS)
+                if call != announced:
+                    announced = call
+                    print(f"The server ends after a call ({call.describe()})", flush=True)
+            elif stopping.is_alive() and time.monotonic() >= end:
+                running = "a part of it" if call is None else f"a call ({call.describe()})"
+                _die(
+                    f"The server exits at once: {running} has not ended {_STOP_SECS:g} s after the "
+                    f"time for requests in flight ({self._config.section}.exit_timeout_secs)"
+                )
 
     def _watch(
         self,
@@ -230,15 +300,19 @@ class _Leader:
         If a part of the server dies, exit with code 1.
         """
         while not is_over():
-            reasons = [self._ranks.failure, *(failure() for failure in failures)]
-            for reason in filter(None, reasons):
-                _die(reason)
+            self._check_ranks()
+            for reason in filter(None, [failure() for failure in failures]):
+                _die(f"The server cannot continue: {reason}")
             elapsed = time.monotonic() - self._reported
             if self._config.report_every_secs and elapsed >= self._config.report_every_secs:
                 self._report(services)
             time.sleep(_WATCH_SECS)
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Exit with code 1 if a rank is lost, or the model hangs."""
         if self._ranks.failure is not None:
-            _die(self._ranks.failure)
+            _die(f"The server cannot continue: {self._ranks.failure}")
 
     def _report(self, services: Sequence[Service]) -> None:
         """Log the load of each service since its last report.
@@ -269,9 +343,9 @@ def _call_all(stops: Sequence[Callable[[], None]]) -> None:
             logger.exception("a part of the server could not be stopped")
 
 
-def _die(failure: str) -> NoReturn:
-    """Log the failure, and exit at once with code 1; the other ranks notice it and exit, too."""
+def _die(line: str) -> NoReturn:
+    """Log ``line``, and exit at once with code 1; the other ranks notice it and exit, too."""
     with suppress(OSError):
-        print(f"The server cannot continue: {failure}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
     os._exit(1)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli.main import run_verb
+from nemo_aligner.cli.main import main, run_verb
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
 from tests.harness.launching import ROOT
+from tests.serving.client.misbehaving import Misbehaving
 
 Captured = pytest.CaptureFixture[str]
 
@@ -128,9 +131,18 @@ def test_full_memory_is_told_with_what_to_lower(capsys: Captured, said: str) -> 
     assert "to use less: a smaller model.micro_batch_tokens" in error
 
 
-def test_interruption_has_its_exit_code(capsys: Captured) -> None:
-    assert run_verb(failing(KeyboardInterrupt()), options_of()) == 130
-    assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize("where", ["load", "run_verb"])
+def test_interruption_has_its_exit_code(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """While a verb is imported, and while it runs."""
+
+    def interrupt(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"nemo_aligner.cli.main.{where}", interrupt)
+    assert main(["plan", "--params=8B", "--gpus=8"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:
@@ -174,6 +186,29 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
     for given, said in wanted.items():
         with pytest.raises(ConfigError, match=f"^--conversation: .*{said}"):
             run_score(score_parser().parse(["--conversation", given]))
+
+
+def test_score_limits_the_time_of_a_request_and_not_of_a_file(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_aligner.cli.serve._REQUEST_S", 1.0)
+    hold = threading.Event()
+    server = Misbehaving(lambda texts: time.sleep(0.15)).come()
+    server.limit = 1
+    command = ["--url", server.url]
+    started_at = time.monotonic()
+    assert run_score(score_parser().parse(["a"] * 144 + command)) == 0
+    assert time.monotonic() - started_at > 1.0
+    assert capsys.readouterr().out.count(" -97.0000") == 144
+    monkeypatch.setattr("nemo_aligner.cli.serve._REQUEST_S", 0.5)
+    server.answer = lambda texts: hold.wait(30) and None if texts == ["b"] else None
+    assert run_verb(run_score, score_parser().parse(["a", "b", *command])) == 1
+    hold.set()
+    server.go()
+    assert capsys.readouterr().err == (
+        f"ServingError: {server.url}, reward_model: timed out: no answer to a request within "
+        "0.5 s; 1 of 2 rows were answered\n"
+    )
 
 
 def test_score_says_which_hash_it_expects(capsys: Captured) -> None:

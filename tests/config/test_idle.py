@@ -122,14 +122,14 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
             *under("judge", "token_file token_variable task prompt pairs repeats principle"),
             *under("judge", "temperature max_tokens max_connections timeout_s retries fields"),
             *under("combine", "gate_part gate_margin fail_requests"),
-            "function_timeout_s",
+            *under("", "function_timeout_s function_threads"),
         },
     ),
     (
         "gateway",
         1,
         ("judge.url=http://a:1/v1", "judge.model=a", "judge.task=rating", "combine.kind=gate"),
-        {"judge.pairs", "function_timeout_s"},
+        {"judge.pairs", *under("", "function_timeout_s function_threads")},
     ),
 ]
 

@@ -204,6 +204,18 @@ def test_settings_refused_of_several_models() -> None:
             load_config(ServeConfig, [*plain, setting])
 
 
+def test_settings_refused_of_the_time_after_which_a_model_hangs() -> None:
+    longer = "wanted 0 (never), or more than server.max_call_secs"
+    refusals = {
+        f"server.max_stuck_secs={number}": f"server.max_stuck_secs: got {number}, {longer}"
+        for number in ("-1.0", "1.0", "nan")
+    }
+    for schema in (ServeConfig, ServeCriticConfig):
+        assert not_refused(schema, refusals) == {}
+    off = ["server.max_stuck_secs=0", "server.max_call_secs=5"]
+    assert load_config(ServeConfig, off).server.max_stuck_secs == 0
+
+
 def test_settings_refused_by_the_gateway() -> None:
     refusals = {
         "gateway.port=70000": "gateway.port: got 70000, wanted 0",
@@ -212,6 +224,7 @@ def test_settings_refused_by_the_gateway() -> None:
         "gateway.key_file=k.pem": "gateway.key_file: got 'k.pem', wanted a key_file with a cert",
         "backends=[]": "backends: got [], wanted the URL of a server",
         "gateway.token=secret": "unknown key gateway.token",
+        "function_threads=0": "function_threads: got 0, wanted a number above 0",
         # The gateway does not tokenize, so only its backends can limit tokens.
         "gateway.max_request_tokens=5": "unknown key gateway.max_request_tokens",
     }

@@ -188,6 +188,20 @@ def test_the_server_is_asked_where_it_answers() -> None:
         assert service_port["port"] == container_port["containerPort"]
 
 
+def test_probes_wait_longer_than_a_server_takes_to_answer() -> None:
+    """/ready of a gateway waits a second or two for its servers."""
+    containers = [container for pod in pods() for container in pod["containers"]]
+    probes = {
+        (container["name"], name): probe
+        for container in containers
+        for name, probe in container.items()
+        if name.endswith("Probe")
+    }
+    assert len(probes) == 5
+    waits = {key: probe.get("timeoutSeconds", 1) for key, probe in probes.items()}
+    assert waits == dict.fromkeys(probes, 5)
+
+
 def test_the_gateway_reaches_the_servers_and_prometheus_finds_them() -> None:
     gateway = deployment_of("reward-gateway")["spec"]["template"]
     (container,) = gateway["spec"]["containers"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
 from tests.harness import tiny
 from tests.harness.launching import free_port
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.servers import SERVE, gateway, running
 
 # One model as an archive, as an export, and behind three protocols.
@@ -183,6 +186,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status: int, content: Any) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
+        if 300 <= status < 400:
+            self.send_header("Location", content)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -200,6 +205,14 @@ def server() -> Iterator[ScriptedServer]:
         yield scripted
         scripted.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def own_server() -> Iterator[Misbehaving]:
+    """A server of this package's protocol."""
+    started = Misbehaving().come()
+    yield started
+    started.go()
 
 
 def by_length(body: dict[str, Any]) -> tuple[int, Any]:
@@ -259,6 +272,34 @@ def test_server_that_answers_otherwise_or_not_at_all_is_an_error(server: Scripte
         query("http://127.0.0.1:1/classify", ["a"])
     with pytest.raises(ConfigError, match="/classify"):
         query(f"{server.url}/v1/rewards", ["a"])
+
+
+def test_server_that_redirects_is_named_with_its_right_url(server: ScriptedServer) -> None:
+    """A followed redirect would turn the POST into a GET."""
+    server.answer = lambda body: (301, "http://elsewhere/classify")
+    for path in PATHS:
+        error = refusal(ServingError, query, f"{server.url}{path}", ["a"])
+        expected = "it redirects to http://elsewhere/classify; use that URL"
+        assert error.endswith(f"{server.url}{path}: {expected}"), error
+    assert len(server.received) == len(PATHS)
+
+
+def test_time_limit_is_that_of_a_request_and_not_of_a_whole_file(
+    own_server: Misbehaving,
+) -> None:
+    hold = threading.Event()
+    own_server.answer = lambda texts: time.sleep(0.15)
+    own_server.limit = 4
+    texts = ["a"] * 576  # 9 requests for each of the 16 connections
+    started_at = time.monotonic()
+    assert query(own_server.url, texts, timeout_s=1.0).shape == (576, 2)
+    assert time.monotonic() - started_at > 1.0
+    own_server.answer = lambda texts: hold.wait(30) and None if texts[0] == "b" else None
+    ask = partial(query, timeout_s=0.5)
+    error = refusal(ServingError, ask, own_server.url, [*"aaaabbbb"])
+    hold.set()
+    assert "no answer to a request within 0.5 s (source.timeout_s)" in error
+    assert error.endswith("; 4 of 8 rows were answered")
 
 
 def test_server_of_another_protocol_is_named_by_its_path(server: ScriptedServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -14,9 +15,14 @@ import pytest
 
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.nemo_gym import drop_in
+from nemo_aligner.integrations.resources_servers.reward_model.servers import (
+    NoRewardError,
+    RewardServers,
+)
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.integrations import gym
+from tests.serving.client.misbehaving import Misbehaving
 
 QUESTION = "what is the river"
 CLIENTS = Path(__file__).parent / "clients"
@@ -102,6 +108,25 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     while servers_that_clip() and time.monotonic() < end:
         time.sleep(0.2)
     assert servers_that_clip() == []
+
+
+def test_redirected_rollout_is_not_sent_on_as_a_get() -> None:
+    server = Misbehaving().come()
+    server.moved = 301, "http://elsewhere"
+
+    async def verify() -> str:
+        servers = RewardServers([server.url], 5.0, 5.0, None)
+        with pytest.raises(NoRewardError) as caught:
+            await servers.verify({})
+        await servers.close()
+        return str(caught.value)
+
+    error = asyncio.run(verify())
+    server.go()
+    assert error == (
+        f"{server.url}: HTTP 301: it redirects to http://elsewhere/verify; set server_url to the "
+        "URL of nemo-aligner serve"
+    )
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class FakeJudge:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.pause_s = 0.0
+        self.moved_to: str | None = None  # URL to which all requests are redirected
         self.open = self.most_open = 0
         self._failures = failures
         self._seen: Counter[str] = Counter()
@@ -50,9 +51,16 @@ class FakeJudge:
             await runner.cleanup()
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": []})
+        return self._redirect("/models") or web.json_response({"data": []})
+
+    def _redirect(self, path: str) -> web.Response | None:
+        if self.moved_to is None:
+            return None
+        return web.Response(status=301, headers={"Location": f"{self.moved_to}{path}"})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if redirect := self._redirect("/chat/completions"):
+            return redirect
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))

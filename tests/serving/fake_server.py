@@ -2,11 +2,12 @@
 
 The reward of a token list is its sum; texts become one id per character. Special ids: 666 fails on
 every rank, 667 kills the last rank, 668 fails only on the last rank, 700 takes 3 seconds, 701 gives
-NaN. Every call is logged as ``BATCH sequences tokens`` on stdout.
+NaN, 702 hangs in C code. Every call is logged as ``BATCH sequences tokens`` on stdout.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -50,6 +51,13 @@ CONTRACT = ScoringContract(
 def total(text: str) -> float:
     """Return the reward of a text."""
     return float(sum(map(ord, text)))
+
+
+def hang() -> None:
+    """Wait forever in C code, where no signal handler in Python is called."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 FINGERPRINT = "feed" * 8
@@ -105,6 +113,8 @@ class FakeScorer:
             os._exit(9)
         if 700 in marks:
             time.sleep(3)
+        if 702 in marks:
+            hang()
         # Each rank sums a part, like in a tensor parallel model.
         mine = [float(sum(ids[self._rank :: self._world_size])) for ids in token_lists]
         rewards = torch.tensor(mine)

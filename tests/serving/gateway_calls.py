@@ -52,13 +52,23 @@ class Answer:
         return json.loads(self.body)
 
 
-def call(app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-    """POST if there is a body (JSON, or bytes unchanged), otherwise GET."""
-    return asyncio.run(call_async(app, path, body, headers))
+def call(
+    app: Any,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
+) -> Answer:
+    """POST if there is a body (JSON, or bytes unchanged), otherwise GET, or as ``method`` says."""
+    return asyncio.run(call_async(app, path, body, headers, method))
 
 
 async def call_async(
-    app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    app: Any,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
 ) -> Answer:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     chunks = [data[:7], data[7:]]
@@ -67,7 +77,7 @@ async def call_async(
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": "GET" if body is None else "POST",
+        "method": method or ("GET" if body is None else "POST"),
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),

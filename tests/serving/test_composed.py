@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,11 +28,14 @@ from nemo_aligner.config.gateway import (
 from nemo_aligner.config.load import load_config
 from nemo_aligner.serving import gateway
 from nemo_aligner.serving.client import judge
+from nemo_aligner.serving.client.causes import PROBE_S
 from nemo_aligner.serving.composed import Combination
 from nemo_aligner.serving.endpoints import reward_endpoints
+from nemo_aligner.serving.engine import timed_threads
+from nemo_aligner.serving.failures import ALL_ROWS, FailureKind
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.models import HostedModel
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import ScoreRequest, kserve
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.serving.fake_judge import FakeJudge
 from tests.serving.fake_server import CONTRACT, total
@@ -40,6 +45,7 @@ NONE = np.zeros(3, dtype=bool)
 PARTS = np.array([[1.5, 4.0, 10.0], [-2.0, 2.0, 30.0], [0.5, np.nan, 20.0]])
 USER = {"role": "user", "content": "a"}
 MODULE = "tests.serving.test_composed"
+CAN_RETURN = threading.Event()
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +112,11 @@ def fail(samples: list[dict[str, Any]]) -> list[float]:
 def stall(samples: list[dict[str, Any]]) -> list[float]:
     while True:
         time.sleep(0.01)
+
+
+def wait_in_c(samples: list[dict[str, Any]]) -> list[float]:
+    CAN_RETURN.wait()
+    return [1.0] * len(samples)
 
 
 def return_one(samples: list[dict[str, Any]]) -> list[float]:
@@ -432,6 +443,46 @@ def test_failed_function_masks_its_samples(
     assert failures in metrics.body.decode()
 
 
+def test_function_whose_calls_hang_is_refused_and_unready_until_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timed_threads, "_GRACE_SECS", 0.1)
+    functions = {"rule": f"{MODULE}:wait_in_c"}
+    settings = {"function_timeout_s": 0.1, "function_threads": 3}
+
+    async def scenario() -> None:
+        service = gateway.build_service(
+            GatewayRunConfig(backends=[], functions=functions, **settings), None
+        )
+
+        async def call() -> tuple[float, str]:
+            scored = await service.answer(ScoreRequest(texts=["a"]), ALL_ROWS)
+            return float(scored.rewards[0, 0]), scored.errors.get(0, "")
+
+        answers = await asyncio.gather(*(call() for _ in range(3)))
+        slow = "rule: no answer within 0.1 s (function_timeout_s)"
+        assert {reason for _, reason in answers} == {slow}
+        hang = (
+            "3 earlier calls still hang, so no more are made; set a timeout for whatever the "
+            "function waits for, and restart the gateway"
+        )
+        assert (await call())[1] == f"rule: {hang}"
+        (part,) = service._parts.values()  # type: ignore[attr-defined]
+        (failure,) = (await part.score(["a"])).failures.values()
+        assert failure.kind is FailureKind.unreachable
+        assert await service.probe() == {functions["rule"]: hang}
+        CAN_RETURN.set()
+        while (await service.probe())[functions["rule"]] is not None:
+            await asyncio.sleep(0.02)
+        assert await call() == (1.0, "")
+        await service.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        CAN_RETURN.set()
+
+
 def test_functions_alone_score_texts_and_may_skip_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Calls = [
         ("/v1/rewards", {"texts": ["abc"]}),
@@ -529,6 +580,33 @@ def test_readiness_needs_each_part_that_every_sample_gets(monkeypatch: pytest.Mo
         assert "connection refused" in str(states[gone["url"]])
         reason = "it answers, but there are no rewards without judge"
         assert states["http://one"] == (reason if missing else None)
+
+
+def test_readiness_of_all_parts_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge and a model that both hang take no longer than the probe of one."""
+    client = FakeClient()
+
+    async def probe_slowly() -> dict[str, str | None]:
+        await asyncio.sleep(PROBE_S)
+        return {"http://one": "no answer"}
+
+    monkeypatch.setattr(client, "probe_async", probe_slowly)
+    monkeypatch.setattr(gateway, "_build_client", lambda config, token: client)
+
+    async def probe(url: str) -> tuple[float, dict[str, str | None]]:
+        config = GatewayRunConfig(judge=JudgeConfig(url=url, model="j"))
+        service = gateway.build_service(config, None)
+        started_at = time.monotonic()
+        states = await service.probe()
+        took = time.monotonic() - started_at
+        await service._parts["judge"].close()  # type: ignore[attr-defined]
+        return took, states
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        took, states = asyncio.run(probe(url))
+    assert took < 1.8 * PROBE_S
+    assert states == {"http://one": "no answer", url: "no answer within 1 s"}
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ import pytest
 
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeCriticConfig
-from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.serving import critic
+from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticBackend, CriticService
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
+from nemo_aligner.serving.engine.running_calls import LongOperation
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_same_encoding, run_critic_server
@@ -312,6 +314,29 @@ def test_critic_offers_its_contract_and_says_at_its_end_what_was_never_saved(
         "",
         "steps 3 to 5 were never saved (critic_save); a restart continues from step 2",
     ]
+
+
+def test_critic_may_train_and_save_for_any_time_and_says_what_is_lost_if_values_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = Asked()
+    run: Any = asked.service._run
+    monkeypatch.setattr(critic, "_offload_groups", lambda *models: {})
+    operations = CriticBackend(run, ServeCriticConfig()).operations
+    names = {name for name, call in operations.items() if isinstance(call, LongOperation)}
+    assert names == {TRAIN, SAVE}
+    values_of_one = asked.infer(1)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    values_of_one.cancel()
+    run.learner.step = 1
+    stopping = threading.Thread(target=asked.service.stop, daemon=True)
+    stopping.start()
+    wait_until(lambda: "step 1 was never saved" in capsys.readouterr().out)
+    assert stopping.is_alive()
+    asked.ranks.finish(0)
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
 
 
 def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:

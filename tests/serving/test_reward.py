@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,8 +21,11 @@ from nemo_aligner.config.serving import (
 )
 from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.serving import intake
+from nemo_aligner.serving.engine import timed_threads
 from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.engine.running_calls import RunningCalls
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
@@ -38,6 +42,7 @@ class Immediate:
 
     def __init__(self, compute: Callable[[list[Row]], list[np.ndarray]]) -> None:
         self._compute, self.clock = compute, CallClock()
+        self.running = RunningCalls(1.0)
         self.rows: list[Row] = []
 
     def execute(self, operation: str, rows: list[Row]) -> None:
@@ -240,6 +245,49 @@ def test_sample_that_code_in_c_holds_is_an_error_of_its_row_alone() -> None:
     }
     assert isinstance(refused, Failure)
     assert refused.message.startswith("row 1: it took more than 0.3 s to")
+    service.service.stop()
+
+
+def test_service_is_unready_while_its_model_or_too_many_of_its_samples_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timed_threads, "_GRACE_SECS", 0.1)
+    monkeypatch.setattr(intake, "_MORE_ENCODERS", 1)
+    release = threading.Event()
+
+    class Hanging(FakeScorer):
+        def encode(self, text: Any) -> EncodedText:
+            if text[0]["content"] == "hang":
+                release.wait()
+            return super().encode(text)
+
+    service = Service(Hanging(0, 1), encode_timeout_secs=0.1)
+
+    def probe() -> str | None:
+        (reason,) = asyncio.run(service.service.probe()).values()
+        return reason
+
+    assert probe() is None
+    call = Future[Any]()
+    service.ranks.running.begin(call, "compute rewards", is_long=False)
+    time.sleep(0.25)
+    assert probe() == (
+        "the model may hang: a call has not ended (compute rewards, for 0 s); the server ends "
+        "after 1 s (server.max_stuck_secs)"
+    )
+    service.ranks.running.end(call)
+    assert probe() is None
+    hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
+    (refused,) = service.ask(ScoreRequest(texts=[hang]))
+    assert isinstance(refused, Failure)
+    assert refused.kind is FailureKind.bad_request
+    reason = "samples cannot be tokenized: 1 earlier calls still hang, so no more are made"
+    assert service.ask(ScoreRequest(texts=[chat])) == [Failure(reason, FailureKind.busy)]
+    assert probe() == reason
+    release.set()
+    while probe() is not None:
+        time.sleep(0.02)
+    assert rewards(service.ask(ScoreRequest(texts=[chat]))[0]) == [195]
     service.service.stop()
 
 

@@ -8,17 +8,23 @@ import os
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.serving import server as server_module
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.engine.running_calls import RunningCalls
 from tests.harness import tiny
 from tests.harness.launching import free_port, run_local_ranks
 from tests.serving.client.misbehaving import eventually
@@ -134,10 +140,14 @@ def scoring(folder: Path, *settings: str, **how: Any) -> Iterator[tuple[Server, 
 
 
 def begin_slow(server: Server, pool: ThreadPoolExecutor) -> Future[Any]:
+    return begin_call(server, pool, 700)
+
+
+def begin_call(server: Server, pool: ThreadPoolExecutor, token: int) -> Future[Any]:
     before = len(batches(server))
-    slow = pool.submit(server.post, {"inputs": tokens_request([[700]])})
+    answer = pool.submit(server.post, {"inputs": tokens_request([[token]])})
     assert eventually(lambda: len(batches(server)) > before)
-    return slow
+    return answer
 
 
 def check_slow_answer(slow: Future[Any]) -> None:
@@ -201,6 +211,79 @@ def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
         assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
         assert isinstance(slow.exception(), OSError)  # no process is left to answer it
         server.assert_nothing_is_left()
+
+
+def test_server_whose_model_hangs_becomes_unready_and_ends(tmp_path: Path) -> None:
+    """Heartbeats go on, because they come from another thread than the calls."""
+
+    def is_unready() -> bool:
+        try:
+            urllib.request.urlopen(f"{server.url}/ready", timeout=10)
+        except urllib.error.HTTPError as error:
+            body = error.read().decode()
+            assert "the model may hang: a call has not ended (compute rewards, for " in body
+            return True
+        return False
+
+    settings = (*QUICK, "max_stuck_secs=5")
+    with running(tmp_path, FAKE, *settings, ranks=2) as server, ThreadPoolExecutor(2) as pool:
+        hung = begin_call(server, pool, 702)
+        waiting = pool.submit(server.post, {"inputs": tokens_request([[1]])})
+        assert eventually(is_unready)
+        assert server.ranks[0].poll() is None
+        assert server.wait(timeout=20) == [1, 1]
+        for answer in (hung, waiting):
+            status, body = answer.result()
+            assert status == 503
+            assert body["error"].startswith("the server cannot continue: the model hangs: a call ")
+        assert "The server cannot continue: the model hangs: a call" in server.output()
+        assert "server.max_stuck_secs allows 5 s" in server.output()
+        server.assert_nothing_is_left()
+
+
+def test_server_whose_model_hangs_ends_after_a_signal(tmp_path: Path) -> None:
+    settings = ("exit_timeout_secs=1",)
+    with running(tmp_path, FAKE, *settings) as server, ThreadPoolExecutor(1) as pool:
+        hung = begin_call(server, pool, 702)
+        assert server.stop(timeout=20) == [1]
+        assert hung.result()[0] == 503
+        assert "The server exits at once: a call (compute rewards, for " in server.output()
+        server.assert_nothing_is_left()
+
+
+def test_services_that_do_not_end_are_left_unless_the_model_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class ExitedError(BaseException):
+        """Raised instead of the end of the process."""
+
+    def raise_exit(line: str) -> None:
+        raise ExitedError(line)
+
+    monkeypatch.setattr(server_module, "_STOP_SECS", 0.3)
+    monkeypatch.setattr(server_module, "_die", raise_exit)
+
+    def stop_with(calls: RunningCalls, stop: Callable[[], Any]) -> None:
+        ranks: Any = SimpleNamespace(running=calls, failure=None)
+        unused: Any = None
+        leader = server_module._Leader([], ranks, ServerConfig(), unused, unused)
+        leader._stop_services([SimpleNamespace(stop=stop)], 0.0)  # type: ignore[list-item]
+
+    never, training, trained = Event(), Future[Any](), Event()
+    calls = RunningCalls(0.0)
+    with pytest.raises(ExitedError, match=r"^The server exits at once: a part of it has not ended"):
+        stop_with(calls, never.wait)
+    calls.begin(training, "train", is_long=True)
+    Timer(1.0, trained.set).start()
+    stop_with(calls, trained.wait)
+    assert trained.is_set()
+    assert capsys.readouterr().out == "The server ends after a call (train, for 0 s)\n"
+    # A call that hangs behind the training does not get its time.
+    calls.begin(Future(), "score", is_long=False)
+    calls.end(training)
+    with pytest.raises(ExitedError, match=r"exits at once: a call \(score, for 0 s\) has not end"):
+        stop_with(calls, never.wait)
+    never.set()
 
 
 def test_server_that_cannot_start_says_so_in_one_line_of_one_rank(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Base class of the clients. A call has one deadline, and runs in a thread or the caller's loop."""
+"""Base class of the clients: calls with a deadline, in a thread or in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread, current_thread
 from types import TracebackType
@@ -24,6 +25,19 @@ Client = TypeVar("Client", bound="ServerClient[Any]")
 # the objects and their sockets, but not the running threads. Freeing an object would close sockets
 # that the parent still uses, so the child never frees them.
 _NEVER_FREED: list[Background[Any]] = []
+
+
+@dataclass
+class Progress:
+    """How many of the ``total`` rows of a call were answered, for errors about a missing answer."""
+
+    total: int = 0
+    answered: int = 0
+
+    @property
+    def text(self) -> str:
+        """The progress in words; empty for a single row."""
+        return f"{self.answered} of {self.total} rows were answered" if self.total > 1 else ""
 
 
 class Connections(Protocol):
@@ -54,7 +68,7 @@ class ServerClient(Generic[C]):
     def __init__(
         self,
         name: str,
-        timeout_s: float,
+        timeout_s: float | None,
         connect: Callable[[], C],
         in_callers_loop: bool = False,
     ) -> None:
@@ -62,7 +76,7 @@ class ServerClient(Generic[C]):
 
         Args:
             name: prefix of error messages.
-            timeout_s: deadline of one call, in seconds.
+            timeout_s: deadline of one call, in seconds; None: none.
             connect: opens the connections, in the thread or the caller's event loop. It is called
                 at the first request, so that a client can be created before a fork.
             in_callers_loop: run asyncio methods in the caller's event loop, without a thread.
@@ -104,23 +118,36 @@ class ServerClient(Generic[C]):
         if self._local_connections is not None:
             await self._local_connections.close()
 
-    def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
-        """Run ``work(connections, *args)`` in the background for at most ``timeout_s``."""
-        limited = partial(_run_with_timeout, work, args, self._timeout_s, self._name)
+    def _submit(
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
+        progress: Progress | None = None,
+    ) -> Future[T]:
+        """Run ``work(connections, *args)`` in the background for at most ``timeout_s``.
+
+        The error after this time has the ``progress``, which ``work`` keeps up to date.
+        """
+        limited = partial(_run_with_timeout, work, args, self._timeout_s, self._name, progress)
         return self._ensure_background().submit(limited)
 
-    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Await ``work(connections, *args)`` for at most ``timeout_s``.
+    async def _run(
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
+        progress: Progress | None = None,
+    ) -> T:
+        """Await ``work(connections, *args)`` for at most ``timeout_s``; see ``_submit``.
 
         It runs in the background thread or, if the client was created with
         ``in_callers_loop=True``, in the calling event loop.
         """
         if not self._in_callers_loop:
-            return await asyncio.wrap_future(self._submit(work, *args))
+            return await asyncio.wrap_future(self._submit(work, *args, progress=progress))
         if self._local_connections is None:
             self._local_connections = self._connect()
         return await _run_with_timeout(
-            work, args, self._timeout_s, self._name, self._local_connections
+            work, args, self._timeout_s, self._name, progress, self._local_connections
         )
 
     def _ensure_background(self) -> Background[C]:
@@ -160,18 +187,20 @@ class ServerClient(Generic[C]):
 async def _run_with_timeout(
     work: Callable[..., Coroutine[Any, Any, T]],
     args: Sequence[Any],
-    timeout_s: float,
+    timeout_s: float | None,
     name: str,
+    progress: Progress | None,
     connections: C,
 ) -> T:
     try:
         return await asyncio.wait_for(work(connections, *args), timeout_s)
     except asyncio.TimeoutError:
-        trouble = connections.trouble()
-        raise ServingError(
-            f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)"
-            + (f"; {trouble}" if trouble else "")
-        ) from None
+        texts = [
+            f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)",
+            connections.trouble(),
+            "" if progress is None else progress.text,
+        ]
+        raise ServingError("; ".join(filter(None, texts))) from None
 
 
 # A client's event loop runs in a thread, so that requests from all threads of the program share

@@ -1,13 +1,19 @@
-"""Explain why a connection to a server failed, and what to change."""
+"""Explain why a connection to a server failed, or where it redirects, and what to change."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from urllib.parse import urljoin
 
 import aiohttp
 
+from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import short
 
+# Seconds for the check of all servers together, short because somebody waits for the gateway's
+# ``/ready`` or ``/metrics``, such as Kubernetes, whose probe ends after 2 s (deploy/kubernetes).
+PROBE_S = 1.0
 CONNECT_S = 3.0
 # A handshake costs a server almost nothing, so an answer later than this means that the server
 # hangs. Requests for rewards have no such limit, only the deadline of the call, because the model
@@ -15,8 +21,14 @@ CONNECT_S = 3.0
 HANDSHAKE_S = 10.0
 
 
-def cause_of(error: BaseException) -> str:
-    """Explain in a few words, for an error message, why a connection failed with ``error``."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+def cause_of(error: BaseException, limit_s: float | None = None) -> str:
+    """Explain in a few words, for an error message, why a connection failed with ``error``.
+
+    ``limit_s`` is the time limit of the whole request, in seconds; None if it had none.
+    """
     text = str(error)
     if isinstance(error, aiohttp.ClientSSLError):
         return _tls_cause_of(error)
@@ -29,10 +41,37 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection within {CONNECT_S:g} s"
     if isinstance(error, asyncio.TimeoutError):
-        return f"the server accepts connections, but did not answer within {HANDSHAKE_S:g} s"
+        if limit_s is None:
+            return "no answer in time"
+        # Within a shorter limit than that of a connection, it is unknown whether there was one.
+        if limit_s <= CONNECT_S:
+            return f"no answer within {limit_s:g} s"
+        return f"the server accepts connections, but did not answer within {limit_s:g} s"
     if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
         return "the connection was lost before the answer was complete"
     return short(text) or type(error).__name__
+
+
+def redirect_of(status: int, headers: Mapping[str, str], url: str, path: str = "") -> str | None:
+    """Explain, for an error message, where an answer redirects a request; None if it does not.
+
+    No client follows redirects: after a 301 or 302, the POST of a sample would become a GET.
+
+    Args:
+        status: HTTP status of the answer.
+        headers: headers of the answer.
+        url: URL of the request.
+        path: the end of ``url`` that the client has added to the URL of the server.
+    """
+    location = headers.get("Location")
+    if status not in _REDIRECTS or location is None:
+        return None
+    target = hide_password(urljoin(url, location))
+    server = target.removesuffix(path)
+    is_same = server == hide_password(url).removesuffix(path)  # e.g. a slash is added to the path
+    if target == f"{server}{path}" and not is_same and "?" not in server:
+        return f"it redirects to {short(server)}; use that URL"
+    return f"it redirects to {short(target)}; pass the URL of the server itself"
 
 
 def _tls_cause_of(error: aiohttp.ClientSSLError) -> str:

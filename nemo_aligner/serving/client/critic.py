@@ -13,15 +13,15 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.serving.client.calls import ServerClient, check_token, complete_urls
-from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.reward import (
+from nemo_aligner.serving.client.contract_check import ContractCheck
+from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
-    RowCollector,
     encode_request,
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.server import ContractCheck
+from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
+from nemo_aligner.serving.client.reward import RowCollector
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
@@ -212,10 +212,14 @@ async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> 
 async def _request_values(pool: ServerPool, part: PartialRequest) -> list[CriticValues]:
     """Request the values of a part of a call; return the answers in row order.
 
-    If the server rejects the request as too large, it is split in halves.
+    If the server rejects the request as too large, it is split in halves. If the server has
+    restarted, and accepts fewer rows now, the request is split into parts of that size.
     """
     try:
-        return [await pool.send_request(encode_request(part), len(part.rows), _read_values)]
+        encode = partial(encode_request, part)
+        return [await pool.send_request(encode, len(part.rows), _read_values)]
+    except TooManyRowsError as error:
+        return await _request_all_values(pool, part.split(error.limit))
     except RefusedError as refusal:
         if refusal.is_too_large and len(part.rows) > 1:
             return await _request_all_values(pool, part.split(-(-len(part.rows) // 2)))
@@ -244,8 +248,8 @@ async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> 
 
 
 async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
-    inputs = wire.encode_rollout(rollout)
-    return await connections.train.send_request(inputs, 1, _read_loss, may_repeat=False)
+    encode = partial(wire.encode_rollout, rollout)
+    return await connections.train.send_request(encode, 1, _read_loss, may_repeat=False)
 
 
 def _check_matrix(name: str, value: object, expected: str, kinds: str = "biuf") -> np.ndarray:
@@ -286,5 +290,7 @@ def _read_loss(outputs: Tensors, server: str) -> float:
 
 
 async def _save_critic(connections: _Connections) -> None:
-    inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
-    await connections.save.send_request(inputs, 1, lambda outputs, server: None, may_repeat=False)
+    def encode() -> Tensors:
+        return {"dummy_var": np.zeros(1, dtype=np.int64)}
+
+    await connections.save.send_request(encode, 1, lambda outputs, server: None, may_repeat=False)

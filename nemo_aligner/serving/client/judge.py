@@ -21,7 +21,7 @@ import aiohttp
 
 from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
 from nemo_aligner.contract.messages import REASONING, Message, Messages, flatten_message
-from nemo_aligner.serving.client.causes import cause_of
+from nemo_aligner.serving.client.causes import PROBE_S, cause_of, redirect_of
 from nemo_aligner.serving.failures import retry_after
 from nemo_aligner.utils.errors import ServingError, one_line
 
@@ -33,7 +33,7 @@ _LAST_RANK = 6.0
 _MOST_BYTES, _MOST_CHARACTERS, _MOST_BRACES = 2**23, 2**16, 1000
 _SHOWN_CHARACTERS = 300  # of an error of the judge's server
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
-_PROBE_S = 5.0
+_PATH = "/chat/completions"
 _EMPTY = "None"  # Gym's text of an empty response
 
 _INSTRUCTIONS = """\
@@ -152,13 +152,14 @@ class JudgeClient:
 
     async def probe(self) -> str | None:
         """Return why the judge gives no verdicts now; None if its server answers."""
-        timeout = aiohttp.ClientTimeout(total=_PROBE_S)
+        url, timeout = f"{self._url}/models", aiohttp.ClientTimeout(total=PROBE_S)
         try:
-            async with self._open().get(f"{self._url}/models", timeout=timeout) as answer:
+            async with self._open().get(url, timeout=timeout, allow_redirects=False) as answer:
+                redirect = redirect_of(answer.status, answer.headers, url, "/models")
                 is_up = answer.status < 500 and answer.status not in (401, 403)
-                return None if is_up else f"it answers HTTP {answer.status}"
+                return redirect or (None if is_up else f"it answers HTTP {answer.status}")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            return cause_of(error)
+            return cause_of(error, PROBE_S)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -188,15 +189,20 @@ class JudgeClient:
 
     async def _post(self, body: Mapping[str, Any]) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
-        url = f"{self._url}/chat/completions"
+        url = f"{self._url}{_PATH}"
         try:
-            async with self._open().post(url, json=body, timeout=timeout) as answer:
+            async with self._open().post(
+                url, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
                 content = b""
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > _MOST_BYTES:
                         reason = f"its answer has more than {_MOST_BYTES} bytes"
                         raise JudgeError(reason, "judge_malformed")
+                redirect = redirect_of(answer.status, answer.headers, url, _PATH)
+                if redirect is not None:
+                    raise JudgeError(redirect, "judge_rejected", is_final=True)
                 if answer.status != 200:
                     raise _status_error(answer.status, answer.headers, content)
                 return content

@@ -6,7 +6,7 @@ unless it is much busier than the others: its prefix cache then has the beginnin
 If no server is available, a request waits for one. Before the client has seen a ready server, a
 request waits up to ``wait_s``, because a server may still be starting. Afterwards, it waits up to
 ``retry_s``, because a server may be restarting. If a server is full and sends ``Retry-After``, the
-request waits until the deadline of the call.
+request waits until its deadline, or that of its call.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.server import (
+from nemo_aligner.serving.client.causes import PROBE_S
+from nemo_aligner.serving.client.contract_check import (
     ContractCheck,
     OtherContractError,
     OtherModelError,
-    RemoteServer,
-    new_session,
 )
+from nemo_aligner.serving.client.server import RemoteServer, new_session
 from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
@@ -46,7 +46,16 @@ _MOST_EXTRA_REQUESTS = 4
 _QUIET_S = 5.0
 
 
-class NoServerError(ServingError):
+class UnansweredError(ServingError):
+    """A request got no answer; ``progress`` says how much of its call was answered."""
+
+    progress = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"; {self.progress}" if self.progress else "")
+
+
+class NoServerError(UnansweredError):
     """No server has answered.
 
     ``trouble`` lists why, for each server; ``advice`` says what the user can do.
@@ -55,6 +64,10 @@ class NoServerError(ServingError):
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
         self.trouble = trouble  # for commands, which have other settings than ``advice`` names
+
+
+class RequestTimeoutError(UnansweredError):
+    """A request got no answer within ``request_timeout_s``, with all its retries."""
 
 
 class NoKServeError(ServingError):
@@ -110,6 +123,7 @@ class ServerPool:
         retry_s: float,
         max_connections: int,
         token: str | None = None,
+        request_timeout_s: float | None = None,
     ) -> None:
         self._session = new_session(token)
         # With one server and no expected contract or fingerprint, the contract is not fetched: the
@@ -120,11 +134,16 @@ class ServerPool:
             or len(urls) > 1
         )
         self._servers = [
-            RemoteServer(self._session, url, model_name, contract_check, reads_contract)
+            RemoteServer(
+                *(self._session, url, model_name, contract_check, reads_contract),
+                self._has_ready_server,
+            )
             for url in urls
         ]
+        self._name = f"{', '.join(server.url for server in self._servers)}, {model_name}"
         self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
+        self._request_timeout_s = request_timeout_s
         # Concurrency is limited here and not by aiohttp's connector, so that a waiting request
         # chooses the least busy server at the moment when it is sent.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
@@ -139,23 +158,30 @@ class ServerPool:
         Raises:
             ServingError: no server is available.
         """
-        await self._choose(1, _Search())  # _choose returns as soon as a server is ready
+        # _choose returns as soon as a server is ready.
+        await self._limit_time(self._choose(1, _Search()))
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
     async def infer(
-        self, inputs: Tensors, rows: int, marks: Collection[str] = (), prefix: bytes | None = None
+        self,
+        encode: Callable[[], Tensors],
+        rows: int,
+        marks: Collection[str] = (),
+        prefix: bytes | None = None,
     ) -> ScoredRows:
-        """Score one request with ``rows`` rows, whose encoded tensors are ``inputs``.
+        """Score one request with ``rows`` rows, whose tensors ``encode`` returns.
 
-        ``marks`` are parameters of the request (``kserve_body.encode_body``). Requests with the
-        same ``prefix``, which stands for the beginning of their samples, go to the same server
-        if it is not busy.
+        ``encode`` is called when the request is sent: a call of many requests must not encode all
+        of them while they wait for a connection. ``marks`` are parameters of the request
+        (``kserve_body.encode_body``). Requests with the same ``prefix``, which stands for the
+        beginning of their samples, go to the same server if it is not busy.
 
         Raises:
-            RefusedError: a server rejected the request; the error has the reason.
-            ServingError: no server answers, or all servers that answer have another scoring
-                contract.
+            RefusedError: a server rejected the request, or it cannot be encoded; the error has the
+                reason.
+            UnansweredError: no server answers, or none in time.
+            ServingError: all servers that answer have another scoring contract.
             TooManyRowsError: no available server accepts this many rows.
         """
 
@@ -168,11 +194,11 @@ class ServerPool:
                 )
             return scored
 
-        return await self.send_request(inputs, rows, read, marks=marks, prefix=prefix)
+        return await self.send_request(encode, rows, read, marks=marks, prefix=prefix)
 
     async def send_request(
         self,
-        inputs: Tensors,
+        encode: Callable[[], Tensors],
         rows: int,
         read: Callable[[Tensors, str], T],
         *,
@@ -183,16 +209,17 @@ class ServerPool:
         """Send a request to a server, and return ``read(outputs, server name)``.
 
         With ``may_repeat=False``, a request without an answer is not sent again. ``infer`` explains
-        ``marks`` and ``prefix``.
+        ``encode``, ``marks`` and ``prefix``.
 
         Raises:
             RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
         """
-
-        async def infer(server: RemoteServer) -> T:
-            return read(await server.infer(inputs, marks), server.name)
-
         async with self._gate:
+            inputs = encode()
+
+            async def infer(server: RemoteServer) -> T:
+                return read(await server.infer(inputs, marks, may_repeat), server.name)
+
             return await self._call_server(infer, rows, may_repeat, prefix)
 
     async def fetch_contract(self) -> ScoringContract:
@@ -281,7 +308,30 @@ class ServerPool:
         may_repeat: bool = True,
         prefix: bytes | None = None,
     ) -> T:
-        """Call an available server; with ``may_repeat``, call again if there is no answer."""
+        """Call an available server; with ``may_repeat``, call again if there is no answer.
+
+        Raises:
+            RequestTimeoutError: there was no answer within ``request_timeout_s``.
+        """
+        return await self._limit_time(self._repeat_call(call, rows, may_repeat, prefix))
+
+    async def _limit_time(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(work, self._request_timeout_s)
+        except asyncio.TimeoutError:
+            limit, trouble = self._request_timeout_s, self.trouble()
+            raise RequestTimeoutError(
+                f"{self._name}: timed out: no answer to a request within {limit:g} s "
+                "(request_timeout_s)" + (f"; {trouble}" if trouble else "")
+            ) from None
+
+    async def _repeat_call(
+        self,
+        call: Callable[[RemoteServer], Awaitable[T]],
+        rows: int,
+        may_repeat: bool,
+        prefix: bytes | None,
+    ) -> T:
         search = _Search()
         while True:
             server = await self._choose(rows, search, prefix)
@@ -349,7 +399,7 @@ class ServerPool:
             await self._wait_for_change(time_s, search)
 
     async def _wait_for_first_handshakes(self) -> None:
-        """Wait for the first handshakes with all servers; if they fail, the next call tries again.
+        """Wait for the first handshakes; if they fail, the next call tries again.
 
         All requests that arrive meanwhile wait for the same task, so cancelling one of the requests
         must not cancel the task.
@@ -364,11 +414,19 @@ class ServerPool:
     async def _handshake_all(self) -> None:
         """Shake hands with all servers, so that they are compared before any reward is used.
 
+        Once a server is ready, the others have at most ``PROBE_S``, because a server that hangs
+        would delay the first reward. A later handshake compares a contract as well, and then the
+        ready servers are right.
+
         Raises:
             ServingError: the contracts differ. The next request compares them again, because a
                 server may have been replaced.
         """
-        await asyncio.wait([server.start_handshake() for server in self._servers])
+        running = {server.start_handshake() for server in self._servers}
+        while running and not self._has_ready_server():
+            _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        if running:
+            await asyncio.wait(running, timeout=PROBE_S)
         clash = self._find_clash()
         if clash is not None:
             # It is unknown which of the different contracts is right, so the next request compares
@@ -377,6 +435,10 @@ class ServerPool:
                 server.forget()
             raise clash
         self._has_compared_servers = True
+
+    def _has_ready_server(self) -> bool:
+        time_s = time.monotonic()
+        return any(server.is_ready(time_s) for server in self._servers)
 
     def _find_clash(self) -> ServingError | None:
         """Return an error if the servers' contracts differ; None if they agree.

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_aligner.serving.client.causes import cause_of
+from nemo_aligner.serving.client.causes import cause_of, redirect_of
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -47,7 +47,7 @@ def post_all(
     """Post all bodies, and return the answers in the same order; 16 requests run at a time.
 
     Raises:
-        ServingError: a request got no answer.
+        ServingError: a request got no answer, or was redirected to another URL.
     """
     return asyncio.run(_post_all(address, bodies, watch))
 
@@ -78,7 +78,12 @@ async def _post_body(
 ) -> JsonAnswer:
     timeout = aiohttp.ClientTimeout(total=address.timeout_s)
     try:
-        async with session.post(address.url, json=body, timeout=timeout) as answer:
+        async with session.post(
+            address.url, json=body, timeout=timeout, allow_redirects=False
+        ) as answer:
+            redirect = redirect_of(answer.status, answer.headers, address.url)
+            if redirect is not None:
+                raise ServingError(f"{address.name}: {redirect}")
             return JsonAnswer(answer.status, _parse_json(await answer.text(errors="replace")))
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         is_tls = isinstance(error, aiohttp.ClientSSLError)

@@ -13,9 +13,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,18 +24,29 @@ from nemo_aligner.contract.principles import Principles, add_principles
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.calls import ServerClient, check_token, complete_urls
-from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
-from nemo_aligner.serving.client.server import ContractCheck
+from nemo_aligner.serving.client.calls import (
+    Progress,
+    ServerClient,
+    check_token,
+    complete_urls,
+)
+from nemo_aligner.serving.client.contract_check import ContractCheck
+from nemo_aligner.serving.client.partial_requests import (
+    PartialRequest,
+    Split,
+    encode_request,
+    split_texts,
+    split_tokens,
+    token_rows,
+)
+from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError, UnansweredError
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import kserve, kserve_body
-from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
-from nemo_aligner.utils.errors import DataError, shown
 
 logger = logging.getLogger(__name__)
 
-Split = Callable[[int], "list[PartialRequest]"]
+T = TypeVar("T")
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -63,12 +73,13 @@ class RewardClient(ServerClient[ServerPool]):
         *,
         expect: ScoringContract | str | None = None,
         expect_fingerprint: str | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = 600.0,
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
         token: str | None = None,
         in_callers_loop: bool = False,
+        request_timeout_s: float | None = None,
     ) -> None:
         """Store the settings; the client connects at the first call.
 
@@ -78,7 +89,9 @@ class RewardClient(ServerClient[ServerPool]):
             model_name: name of the model on the servers
             expect: the expected scoring contract or its hash; if None, that of the first answer
             expect_fingerprint: fingerprint of the only model whose rewards are accepted
-            timeout_s: deadline of one call, including retries, in seconds
+            timeout_s: deadline of one call, including retries, in seconds; None: none. A call of
+                many samples may take long although the servers answer each of its requests. For
+                such calls, set ``timeout_s=None`` and ``request_timeout_s``
             wait_s: how long to wait for a server that is still starting, in seconds
             retry_s: how long to wait for a server that has answered before and is gone, in seconds
             max_connections: most concurrent requests per server
@@ -86,6 +99,8 @@ class RewardClient(ServerClient[ServerPool]):
             in_callers_loop: run asyncio methods in the calling event loop, which must always be the
                 same one, instead of a thread. It saves two hand-overs between threads per request.
                 Call only the asyncio methods of such a client, and close it with ``aclose``
+            request_timeout_s: deadline of each request of a call, including its retries, in
+                seconds; None: only that of the call
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
@@ -97,6 +112,7 @@ class RewardClient(ServerClient[ServerPool]):
         connect = partial(
             ServerPool,
             *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
+            request_timeout_s,
         )
         name = f"{', '.join(map(hide_password, urls))}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)
@@ -161,7 +177,9 @@ class RewardClient(ServerClient[ServerPool]):
         Raises:
             ServingError: for the reasons that ``score`` lists.
         """
-        return self._wait(self._submit(self._collect, *_prepare_split(texts, principle), on_error))
+        return self._wait(
+            self._submit_rows(self._collect, *_prepare_split(texts, principle), on_error)
+        )
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -183,7 +201,7 @@ class RewardClient(ServerClient[ServerPool]):
         principle: Principles = None,
     ) -> Future[np.ndarray]:
         """Score N samples without waiting; the future has the rewards ``[N, A]`` float32."""
-        return self._submit(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
+        return self._submit_rows(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -193,7 +211,8 @@ class RewardClient(ServerClient[ServerPool]):
         The future has the rewards ``[N, A]`` float32.
         """
         rows = token_rows(token_lists)
-        return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
+        split = partial(split_tokens, rows)
+        return self._submit_rows(self._fetch_rewards, len(rows), split, on_error)
 
     async def score_async(
         self,
@@ -203,7 +222,9 @@ class RewardClient(ServerClient[ServerPool]):
         principle: Principles = None,
     ) -> np.ndarray:
         """Score N samples, as a coroutine: rewards ``[N, A]`` float32."""
-        return await self._run(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
+        return await self._run_rows(
+            self._fetch_rewards, *_prepare_split(texts, principle), on_error
+        )
 
     async def score_rows_async(
         self,
@@ -218,7 +239,9 @@ class RewardClient(ServerClient[ServerPool]):
         With ``on_error="raise"``, a rejected sample raises. With ``is_probe``, the servers neither
         count the samples nor use them for statistics.
         """
-        return await self._run(self._collect, *_prepare_split(texts, principle), on_error, is_probe)
+        return await self._run_rows(
+            self._collect, *_prepare_split(texts, principle), on_error, is_probe
+        )
 
     async def score_token_rows_async(
         self,
@@ -230,7 +253,7 @@ class RewardClient(ServerClient[ServerPool]):
         """Score N token sequences, as a coroutine: rewards, and reasons for rejected sequences."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
-        return await self._run(self._collect, len(rows), split, on_error, is_probe)
+        return await self._run_rows(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
         """Fetch the scoring contract of the servers, as a coroutine."""
@@ -258,13 +281,24 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return await self._run(ServerPool.fetch_statistics)
 
+    def _submit_rows(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+        """Do what ``_submit`` does for a call that scores rows; an error has its progress."""
+        progress = Progress()
+        return self._submit(partial(work, progress), *args, progress=progress)
+
+    async def _run_rows(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Do what ``_run`` does for a call that scores rows; an error has its progress."""
+        progress = Progress()
+        return await self._run(partial(work, progress), *args, progress=progress)
+
     async def _fetch_rewards(
-        self, pool: ServerPool, total: int, split: Split, on_error: OnError
+        self, progress: Progress, pool: ServerPool, total: int, split: Split, on_error: OnError
     ) -> np.ndarray:
-        return (await self._collect(pool, total, split, on_error)).rewards
+        return (await self._collect(progress, pool, total, split, on_error)).rewards
 
     async def _collect(
         self,
+        progress: Progress,
         pool: ServerPool,
         total: int,
         split: Split,
@@ -272,7 +306,7 @@ class RewardClient(ServerClient[ServerPool]):
         is_probe: bool = False,
     ) -> ScoredRows:
         check_on_error(on_error)
-        return await RowCollector(pool, on_error, is_probe).collect(
+        return await RowCollector(pool, on_error, is_probe, progress).collect(
             total, split, self._contract_check.columns
         )
 
@@ -282,92 +316,12 @@ def _prepare_split(texts: Sequence[Text], principle: Principles) -> tuple[int, S
     return len(rows), partial(split_texts, rows)
 
 
-# The functions below split a call of any size into requests that the servers accept.
-
-Encode = Callable[[Sequence[Any]], Tensors]
-
-
-@dataclass(frozen=True)
-class PartialRequest:
-    """Some samples of a call that are sent in one request; ``rows`` are their indices in ``items``.
-
-    Rows are encoded only when the request is sent, so that a call of millions of samples has few
-    encoded samples in memory.
-    """
-
-    rows: list[int]
-    items: Sequence[Any]
-    encode: Encode
-
-    @property
-    def inputs(self) -> Tensors:
-        """Encode this request's samples as tensors."""
-        return self.encode([self.items[row] for row in self.rows])
-
-    def select(self, rows: list[int]) -> PartialRequest:
-        """Return a smaller request; ``rows`` are some of this request's indices in ``items``."""
-        return replace(self, rows=rows)
-
-    def split(self, size: int) -> list[PartialRequest]:
-        """Split the request into requests of at most ``size`` rows."""
-        return [self.select(rows) for rows in _split_rows(self.rows, size)]
-
-
-def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
-    """Split samples into requests of at most ``limit`` raw texts or conversations."""
-    # One request has either raw texts or conversations, so the two are sent separately.
-    sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
-    conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
-    return [
-        *PartialRequest(sentences, texts, kserve.encode_sentences).split(limit),
-        *PartialRequest(conversations, texts, kserve.encode_conversations).split(limit),
-    ]
-
-
-def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Check token sequences, and return each one as a row of the call.
-
-    Raises:
-        TypeError: ``token_lists`` is not a list of lists.
-    """
-    expected = "wanted a list of lists of token ids"
-    if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
-        raise TypeError(f"token_lists: got {shown(token_lists)}, {expected}")
-    rows = list(token_lists)
-    for row, ids in enumerate(rows):
-        if isinstance(ids, str) or not _has_length(ids):
-            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {expected}")
-    return rows
-
-
-def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
-    """Split token sequences into requests of at most ``limit`` rows."""
-    # Sorted by length, so that a request carries little padding.
-    by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
-    return PartialRequest(by_length, token_lists, kserve.encode_tokens).split(limit)
-
-
-def _has_length(ids: object) -> bool:
-    try:
-        len(ids)  # type: ignore[arg-type]
-    except TypeError:  # TypeError: a number, or a 0-dimensional tensor, whose __len__ raises
-        return False
-    return True
-
-
-def _split_rows(rows: list[int], size: int) -> Iterable[list[int]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))
-
-
 # RowCollector puts the rewards of a call in the caller's order, and records why rows were rejected.
 
 # Most rows of a request. Larger requests gain nothing, because the server merges waiting requests;
 # and a rejected or lost request is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# Errors while encoding a row: a value that JSON does not have, half of a surrogate pair (invalid
-# Unicode), or lists that are nested too deeply.
-_UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
 class RowCollector:
@@ -377,8 +331,15 @@ class RowCollector:
     NaN.
     """
 
-    def __init__(self, pool: ServerPool, on_error: OnError, is_probe: bool = False) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        on_error: OnError,
+        is_probe: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
         self._pool = pool
+        self._progress = Progress() if progress is None else progress
         self._sets_aside = on_error == "nan"
         marks = {kserve_body.PROBE: is_probe, kserve_body.ROW_ERRORS: self._sets_aside}
         self._marks = [mark for mark, is_set in marks.items() if is_set]
@@ -404,6 +365,7 @@ class RowCollector:
             ServingError: no server answers, the model failed, or a row was rejected and
                 ``on_error`` is "raise".
         """
+        self._progress.total = total
         if total:
             limit, servers = await self._pool.limit()
             # A call is spread over all servers, even if a single one could take all of it.
@@ -411,7 +373,11 @@ class RowCollector:
             parts = split(size)
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
-            await _run_all(self._score(part, prefix) for part in parts)
+            try:
+                await _run_all(self._score(part, prefix) for part in parts)
+            except UnansweredError as error:
+                error.progress = self._progress.text
+                raise
         self._check_call(total)
         self._log_problems(total)
         # If every row was rejected, no answer tells the number of attributes.
@@ -477,7 +443,7 @@ class RowCollector:
         while part.rows:
             try:
                 scored = await self._pool.infer(
-                    encode_request(part), len(part.rows), self._marks, prefix
+                    partial(encode_request, part), len(part.rows), self._marks, prefix
                 )
             # When the call was split, every known server accepted requests of this size. Those
             # servers are gone now, and the ones that answer accept fewer rows, so split again.
@@ -495,6 +461,7 @@ class RowCollector:
                 return
 
     def _store(self, part: PartialRequest, scored: ScoredRows) -> None:
+        self._progress.answered += len(part.rows)
         self._errors |= {part.rows[place]: reason for place, reason in scored.errors.items()}
         places = [place for place in range(len(part.rows)) if place not in scored.errors]
         if not places:
@@ -518,6 +485,7 @@ class RowCollector:
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
+        self._progress.answered += 1
         return part.select([other for other in part.rows if other != row])
 
     async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
@@ -529,6 +497,7 @@ class RowCollector:
         if len(part.rows) == 1:
             row = part.rows[0]
             self._errors[row], self._unnamed[row] = refusal.reason, refusal
+            self._progress.answered += 1
             return
         await _run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
 
@@ -565,26 +534,6 @@ def _beginning(sample: Any) -> bytes | None:
     if sum(len(str(row)) for row in first) < _PREFIX_CHARACTERS:
         return None
     return repr(first[: roles.index("user") + 1]).encode()
-
-
-def encode_request(part: PartialRequest) -> Tensors:
-    """Encode the tensors of a request.
-
-    Raises:
-        RefusedError: a row cannot be encoded; the message has its index in the request.
-    """
-    try:
-        return part.inputs
-    except DataError as error:  # a DataError already names the row
-        raise RefusedError("client", 400, str(error)) from error
-    except _UNSENDABLE:  # e.g. half of a surrogate pair (invalid Unicode); find the row that has it
-        for place, row in enumerate(part.rows):
-            try:
-                _ = part.select([row]).inputs
-            except _UNSENDABLE as error:
-                text = f"row {place}: it cannot be sent: {error}"
-                raise RefusedError("client", 400, text) from error
-        raise
 
 
 async def _run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

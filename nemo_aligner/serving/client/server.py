@@ -3,7 +3,8 @@
 A server gets requests for rewards after a handshake, which checks that its model is ready, reads
 its limit of rows, and compares its scoring contract. After a failed request it gets none during a
 pause of 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says. If it was
-unreachable, it needs a new handshake, because another server may run there now.
+unreachable, it needs a new handshake, because another server may run there now. If that gets no
+answer, the server hangs, and other servers get the requests that it still has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -26,11 +26,17 @@ import aiohttp
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.causes import CONNECT_S, HANDSHAKE_S, cause_of
-from nemo_aligner.serving.client.fingerprint import FingerprintCheck
+from nemo_aligner.serving.client.causes import (
+    CONNECT_S,
+    HANDSHAKE_S,
+    PROBE_S,
+    cause_of,
+    redirect_of,
+)
+from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
+from nemo_aligner.serving.client.running_calls import RunningCalls
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
     NOT_SENT,
@@ -44,13 +50,12 @@ from nemo_aligner.serving.failures import (
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError, short
+from nemo_aligner.utils.errors import CheckpointError, ServingError, short
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PROBE_S = 2.0  # short, because somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # HTTP statuses with which vLLM, our gateway or a proxy may answer a KServe request, with a body
 # that is not a KServe error.
@@ -91,7 +96,18 @@ class RemoteServer:
         model_name: str,
         contract_check: ContractCheck,
         reads_contract: bool,
+        has_substitute: Callable[[], bool],
     ) -> None:
+        """Store the settings of a server.
+
+        Args:
+            session: the HTTP session of all servers of the client.
+            url: URL of the server.
+            model_name: name of the model on the server.
+            contract_check: compares the contracts of all servers of the client.
+            reads_contract: whether a handshake compares the contract.
+            has_substitute: tells whether another server can answer the requests of this one now.
+        """
         self.url = hide_password(url)
         self.name = f"{self.url}, {model_name}"
         self._url = url
@@ -109,6 +125,8 @@ class RemoteServer:
         self._failures = 0
         self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
+        self._has_substitute = has_substitute
+        self._running_calls = RunningCalls()
 
     def is_ready(self, time_s: float) -> bool:
         """Tell whether the server may get requests for rewards."""
@@ -142,16 +160,21 @@ class RemoteServer:
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
-    async def infer(self, inputs: Tensors, marks: Collection[str] = ()) -> Tensors:
+    async def infer(
+        self, inputs: Tensors, marks: Collection[str] = (), may_repeat: bool = True
+    ) -> Tensors:
         """Send a request with parameters ``marks`` for rewards, and return the outputs.
 
         Raises:
             RefusedError: the server rejected the request.
-            UnavailableError: there was no answer; this server gets no requests during a pause.
+            UnavailableError: there was no answer; this server gets no requests during a pause. If
+                the server hangs, this is raised only with ``may_repeat``, and if another server
+                can answer the request.
         """
         with self._tracking_request():
             try:
-                return await self._infer(self._model_name, inputs, None, marks)
+                call = self._infer(self._model_name, inputs, None, marks)
+                return await (self._running_calls.run(call) if may_repeat else call)
             except RefusedError as error:
                 if error.status == 404:  # the server has restarted and loads its model
                     raise UnavailableError(error.message) from error
@@ -204,7 +227,7 @@ class RemoteServer:
             except UnavailableError:
                 raise
             except ServingError as error:  # a server of another project, or of an earlier version
-                if _is_unauthorized(error):
+                if _needs_correction(error):
                     raise
                 logger.warning(f"%s: {if_missing}", self.name, short(error))
                 return None
@@ -213,24 +236,40 @@ class RemoteServer:
         """Return why the server gives no rewards now, and stop using it; None if it gives them."""
         try:
             with self._tracking_request():
-                await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
-                await self._check_contract(_PROBE_S)
+                await self._check_readiness()
         except OtherContractError as error:
             self._set_fault(error)
             return error.text
         except UnavailableError as error:
             self.fault = None
+            # A server that is only slow misses a probe's limit, too. The longer limit of a
+            # handshake decides whether it hangs, which ends its running calls.
+            if error.is_hang and self.limit is None and self._running_calls:
+                self.start_handshake()
             return str(error)
         except ServingError as error:
             return str(error)
         self.fault = None
         return None
 
+    async def _check_readiness(self) -> None:
+        """Check within ``PROBE_S`` that the model is ready and has the right contract."""
+        ready = f"models/{quote(self._model_name)}/ready"
+
+        async def check() -> None:
+            await self._send("GET", ready, PROBE_S)
+            await self._check_contract(PROBE_S)
+
+        try:
+            await asyncio.wait_for(check(), PROBE_S)  # both requests together
+        except asyncio.TimeoutError as error:
+            raise UnavailableError(cause_of(error, PROBE_S), is_hang=True) from error
+
     async def statistics(self) -> dict[str, float] | None:
         """Fetch counts since the server's start; empty if it has none, None if no answer."""
         try:
             with self._tracking_request():
-                outputs = await self._fetch_publication(_PROBE_S)
+                outputs = await self._fetch_publication(PROBE_S)
             return kserve.decode_statistics(outputs)
         except UnavailableError:
             return None
@@ -275,8 +314,9 @@ class RemoteServer:
     async def _handshake(self) -> None:
         self.is_foreign = False
         try:
-            await self._send("GET", f"models/{quote(self._model_name)}/ready")
-            answer, _ = await self._send("GET", f"models/{quote(self._model_name)}/config")
+            model = f"models/{quote(self._model_name)}"
+            await self._send("GET", f"{model}/ready", HANDSHAKE_S)
+            answer, _ = await self._send("GET", f"{model}/config", HANDSHAKE_S)
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
             await self._check_contract(HANDSHAKE_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
@@ -287,6 +327,10 @@ class RemoteServer:
                 self._back_off(error)
             else:
                 self._set_fault(ServingError(f"{self.name}: {error}"))
+            # Without a substitute, an answer is still possible, if the server goes on later. A
+            # server that only takes no more connections may still answer what it has.
+            if error.is_hang and self._has_substitute():
+                self._running_calls.end(str(error))
         except ServingError as error:
             self._set_fault(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -304,7 +348,7 @@ class RemoteServer:
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
             self._back_off(UnavailableError(reason))
-        elif _is_unauthorized(error):
+        elif _needs_correction(error):
             self._set_fault(error)
         elif error.status == 404:  # a server that is ready, such as a critic's, but of other models
             fix = advice or f". Pass the URL of a server of {self._model_name}"
@@ -336,7 +380,7 @@ class RemoteServer:
         try:
             return await self._fetch_contract(timeout_s)
         except RefusedError as error:
-            if _is_unauthorized(error):
+            if _needs_correction(error):
                 raise
             # A server of NVIDIA's NeMo-Aligner has no contract; one of this package rejects the
             # request only while it loads its model. Which of them this is, is not known.
@@ -383,27 +427,35 @@ class RemoteServer:
         self,
         method: str,
         path: str,
-        timeout_s: float | None = HANDSHAKE_S,
+        timeout_s: float | None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
+        url = f"{self._url}/v2/{path}"
         try:
             async with self._session.request(
                 method,
-                f"{self._url}/v2/{path}",
+                url,
                 # aiohttp warns about large bytes objects, because sending them blocks the event
                 # loop. It sends a stream in pieces, without blocking.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
+                allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
             raise UnavailableError(cause_of(error), waiting_helps=False) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise UnavailableError(cause_of(error)) from error
+            is_hang = isinstance(error, asyncio.TimeoutError) and not isinstance(
+                error, aiohttp.ConnectionTimeoutError
+            )
+            raise UnavailableError(cause_of(error, timeout_s), is_hang=is_hang) from error
         if response.status == 200:
             return answer, response.headers
+        redirect = redirect_of(response.status, response.headers, url, f"/v2/{path}")
+        if redirect is not None:
+            raise RefusedError(self.name, response.status, redirect)
         raise self._build_error(response.status, answer, response.headers)
 
     def _build_error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
@@ -424,9 +476,11 @@ class RemoteServer:
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
 
-def _is_unauthorized(error: ServingError) -> bool:
-    """Tell whether the token is missing or wrong; then neither waiting nor other servers help."""
-    return isinstance(error, RefusedError) and error.kind is FailureKind.unauthorized
+def _needs_correction(error: ServingError) -> bool:
+    """Tell whether the token or the URL is wrong; then neither waiting nor other servers help."""
+    if not isinstance(error, RefusedError):
+        return False
+    return error.kind is FailureKind.unauthorized or 300 <= error.status < 400
 
 
 def _read_error(answer: bytes) -> str | None:
@@ -450,151 +504,3 @@ def _create_socket(address: Any) -> socket.socket:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
-
-
-# ContractCheck below requires that all rewards of a client have the same scoring contract: the
-# expected one, or that of the first reward.
-
-_HASH = re.compile("[0-9a-f]{64}")
-
-
-class OtherContractError(ServingError):
-    """A server has another scoring contract than expected; ``text`` omits the server's name."""
-
-    def __init__(self, server: str, text: str) -> None:
-        super().__init__(f"{server}: {text}")
-        self.text = text
-
-
-class OtherModelError(OtherContractError):
-    """A server has the expected scoring contract, but other weights."""
-
-
-@dataclass(frozen=True)
-class _ServerContract:
-    """The contract of a server, or only its hash if the contract was not published.
-
-    Attributes:
-        hash: the hash of the contract; None if the server has none.
-        contract: the contract itself, if it was published.
-        server: name of the server; empty for the contract that the user expects.
-    """
-
-    hash: str | None
-    contract: ScoringContract | None
-    server: str = ""
-
-
-class ContractCheck:
-    """Accepts only servers with the same scoring contract, and with the expected model.
-
-    Attributes:
-        fingerprints: compares the servers' models.
-        columns: number of columns of a reward, A; None until it is known.
-    """
-
-    def __init__(
-        self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
-    ) -> None:
-        """Store what is expected; ConfigError if that is no contract, hash or fingerprint."""
-        if isinstance(expect, str) and not _HASH.fullmatch(expect):
-            raise ConfigError(
-                f"expect: got {expect!r:.80}, wanted the 64 hexadecimal characters that the server "
-                "prints"
-            )
-        self.fingerprints = FingerprintCheck(expect_fingerprint)
-        self.columns: int | None = None
-        self._expected: _ServerContract | None = None
-        self._published: dict[str, _ServerContract] = {}
-        if isinstance(expect, ScoringContract):
-            self._expected = _ServerContract(expect.hash, expect)
-            self.columns = len(expect.attributes)
-        elif expect is not None:
-            self._expected = _ServerContract(expect, None)
-
-    @property
-    def is_bound(self) -> bool:
-        """Tell whether ``expect`` or the first reward has decided which contract is right."""
-        return self._expected is not None
-
-    @property
-    def missing(self) -> str | None:
-        """Return why a server that publishes no contract is rejected; None if it is accepted."""
-        if self._expected is not None and self._expected.hash is not None:
-            return "got the scoring contract (none), wanted one"
-        expected = self.fingerprints.expected
-        return expected and f"got the model fingerprint (none), wanted {expected}"
-
-    def check_fingerprint(self, server: str, fingerprint: str | None) -> None:
-        """Raise OtherModelError if a server's model has not the expected fingerprint."""
-        fault = self.fingerprints.find_fault(fingerprint)
-        if fault is not None:
-            raise OtherModelError(server, fault)
-
-    def check_published(
-        self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
-    ) -> None:
-        """Check the contract and model fingerprint that a server publishes; None stands for none.
-
-        Raises:
-            OtherContractError: the contract or the model is not the expected one, or the contract
-                differs from that of another server.
-        """
-        published = _ServerContract(
-            contract.hash if contract is not None else None, contract, server
-        )
-        self.withdraw(server)
-        # A server with a wrong model is rejected here, before its contract is compared with those
-        # of other servers.
-        self.check_fingerprint(server, fingerprint)
-        # Before the first reward it is unknown which server is right: compare with all others.
-        expected = self._published.values() if self._expected is None else [self._expected]
-        for other in expected:
-            _check_same_contract(server, published, other)
-        self.fingerprints.accept(server, fingerprint)
-        self._published[server] = published
-        if contract is not None:
-            self.columns = len(contract.attributes)
-
-    def check_reward(
-        self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
-    ) -> None:
-        """Check the contract and model of a reward; the first one decides about all later ones.
-
-        ``columns`` is the number of attributes of the reward.
-
-        Raises:
-            OtherContractError: the contract or the model is not the expected one.
-        """
-        self.check_fingerprint(server, fingerprint)
-        # If the server has published this contract, an error can list the differences.
-        published = self._published.get(server)
-        is_published = published is not None and published.hash == contract_hash
-        actual = (
-            published
-            if is_published and published
-            else _ServerContract(contract_hash, None, server)
-        )
-        if self._expected is None:
-            self._expected = actual
-        _check_same_contract(server, actual, self._expected)
-        self.fingerprints.accept(server, fingerprint)
-        self.columns = columns
-
-    def withdraw(self, server: str) -> None:
-        """Forget what this server published, as another server may run at its URL by now."""
-        self._published.pop(server, None)
-
-
-def _check_same_contract(server: str, actual: _ServerContract, expected: _ServerContract) -> None:
-    if actual.hash == expected.hash:
-        return
-    text = f"got the scoring contract {actual.hash or '(none)'}, "
-    text += f"wanted {expected.hash or '(none)'}"
-    if expected.server == server:
-        text += ", which this server had before: all rewards of a client must have one contract"
-    elif expected.server:
-        text += f", the one of {expected.server}: all rewards of a client must have one contract"
-    if actual.contract is not None and expected.contract is not None:
-        text += f": {describe_differences(expected.contract.differences(actual.contract))}"
-    raise OtherContractError(server, text)

@@ -6,6 +6,7 @@ A row (one sample) passes these files in this order:
 ``batcher.py``        merges rows of waiting requests into calls of the model, oldest first
 ``pace.py``           limits the tokens of a call, so that it ends within ``max_call_secs``
 ``executor.py``       runs a call on all ranks, and notices ranks that die
+``running_calls.py``  measures the running call, so that a model that hangs is noticed
 ``scorer.py``         ``RewardScorer``: packs the rows, computes them, and gathers the outputs
 ``prefix_cache.py``   plans which prefixes of samples are in the cache and need no computing
 ``shaping.py``        ``RewardShaper``: standardizes, merges, penalizes and clips rewards

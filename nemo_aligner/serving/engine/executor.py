@@ -3,7 +3,8 @@
 Two gloo process groups are used in addition to the model's. Over the group *work*, rank 0 sends the
 calls, without a time limit. Over the group *pulse*, all ranks exchange a heartbeat every few
 seconds, in another thread. So they notice within seconds if one of them has died or frozen, even
-during a forward pass or without requests.
+during a forward pass or without requests. A rank whose call never ends still sends heartbeats, so
+rank 0 also watches the duration of calls.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.collectives import wait_for_device
 from nemo_aligner.serving.engine.pace import CallClock
+from nemo_aligner.serving.engine.running_calls import LongOperation, RunningCalls
 from nemo_aligner.utils.errors import AlignerError, ServingError, first_line, one_line
 from nemo_aligner.utils.host_transfer import Arriving
 
@@ -45,13 +47,15 @@ class Launch:
 
 
 Operation = Callable[..., Any] | Launch
-"""Collective: each rank calls it with the same arguments, and rank 0's result is returned."""
+"""Collective: each rank calls it with the same arguments, and rank 0's result is returned.
+
+A ``LongOperation`` is one whose duration is not limited."""
 _Call = tuple[str, tuple[Any, ...]]
 """The name of an operation, and its arguments."""
 
 
 class RanksLostError(ServingError):
-    """A rank has died or frozen, so this server cannot answer any more."""
+    """A rank has died or frozen, or the model hangs, so this server cannot answer any more."""
 
 
 # Freed memory is returned to the operating system at most once in this many calls. Without this,
@@ -86,7 +90,7 @@ class ModelRanks:
     again, because it may depend on state that the first one should have left behind. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
     (None while the ranks work), and all submitted operations fail. The batchers on rank 0 share
-    ``clock``.
+    ``clock``. ``running`` has the calls that run now; it is empty on workers.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class ModelRanks:
         reset_cache: Callable[[], None] = lambda: None,
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
+        max_stuck_secs: float = 0.0,
     ) -> None:
         """Create the two gloo groups; collective over the default group, if there is one.
 
         ``reset_cache`` clears the state that operations keep between calls, e.g. the prefix cache.
         It is called on every rank after a call has failed on any of them, because the state must be
-        the same on all ranks.
+        the same on all ranks. The ranks count as lost if a call takes longer than
+        ``max_stuck_secs`` (0: no limit), unless it is one of a ``LongOperation``.
         """
         self._operations = dict(operations)
         self._reset_cache = reset_cache
@@ -115,6 +121,8 @@ class ModelRanks:
         self._leaving = threading.Event()
         self._in_flight: _Begun | None = None
         self._freed = FreedMemory(steps=_CALLS_BETWEEN_TRIMS)
+        self.running = RunningCalls(max_stuck_secs)
+        self._has_stopped = threading.Event()
         self._calls: SimpleQueue[tuple[Future[Any], _Call] | None] = SimpleQueue()
         if self.world_size > 1:
             self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
@@ -123,6 +131,8 @@ class ModelRanks:
             )
             self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._pulse_thread.start()
+        if self.rank == 0 and max_stuck_secs:
+            threading.Thread(target=self._watch_calls, name="call watch", daemon=True).start()
 
     def submit(self, operation: str, *arguments: Any) -> Future[Any]:
         """Queue an operation for all ranks; called on rank 0, from any thread.
@@ -203,6 +213,7 @@ class ModelRanks:
                 self._broadcast(torch.zeros(1, dtype=torch.int64))
             self._leaving.set()
             self._pulse_thread.join()
+        self._has_stopped.set()
 
     def fail(self, reason: str) -> None:
         """Mark the ranks as lost: rank 0 fails all operations, and a worker ends its process."""
@@ -233,6 +244,8 @@ class ModelRanks:
             if not answer.set_running_or_notify_cancel():
                 self._open.remove(answer)
                 return
+        is_long = isinstance(self._operations[call[0]], LongOperation)
+        self.running.begin(answer, call[0], is_long=is_long)
         with suppress(RanksLostError):  # ``fail`` has already given every waiting future this error
             is_dropped = True
             while is_dropped and self.failure is None:
@@ -351,6 +364,7 @@ class ModelRanks:
         return not errors
 
     def _set_answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
+        self.running.end(answer)
         with self._lock:
             if answer not in self._open:
                 return  # ``fail`` has already given the future the error that a rank was lost
@@ -384,6 +398,14 @@ class ModelRanks:
             dist.all_gather_object(errors, local_error, group=self._work)
         watch.cancel()
         return [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
+
+    def _watch_calls(self) -> None:
+        """Mark the ranks as lost if a call hangs; on rank 0, until ``stop``."""
+        while not self._has_stopped.wait(self.running.look_secs):
+            reason = self.running.find_hung()
+            if reason is not None:
+                self.fail(reason)
+                return
 
     def _beat(self) -> None:
         """Exchange heartbeats until rank 0 stops.

@@ -5,6 +5,7 @@ A request passes these files in this order:
 ``listen.py``      opens the port, and runs uvicorn in the main thread or in another one
 ``handshake.py``   TLS handshakes, which count as connections while they last
 ``connection.py``  one connection: enforces ``limits.py`` before bytes fill the memory
+``sweep.py``       ends connections at their deadlines, or to make room for a new one
 ``exchange.py``    one request and its answer on a connection
 ``app.py``         checks the token, and finds the model (``models.py``) and the route
 ``bodies.py``      reads a body within the memory limit of all requests

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette import routing
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
@@ -120,6 +121,12 @@ class Front:
         for route in ROUTES if models else ():
             self._routes.setdefault(route.path, []).append(route)
         self._app = self._build_app()
+        # Path -> methods of its routes, without HEAD.
+        self._methods: dict[str, set[str]] = {}
+        for mounted in self._app.routes:
+            if isinstance(mounted, routing.Route):
+                methods = self._methods.setdefault(mounted.path, set())
+                methods.update((mounted.methods or set()) - {"HEAD"})
 
     def _build_kserve(self, model: HostedModel) -> KServe:
         def count_request(path: str, status: int, seconds: float) -> None:
@@ -131,29 +138,29 @@ class Front:
         """Answer a request, as an ASGI application: check its token, then find its route."""
         if scope["type"] != "http":
             return
-        # The prefixes of the model and of NeMo Gym's rollout, in either order, are removed first,
-        # because _is_open compares the path without them.
+        # The checks below compare the path without the prefixes of the model and of NeMo Gym's
+        # rollout, which come in either order.
         outer = gym.ROLLOUT_PREFIX.sub("", scope["path"])
         name, path = split_model_path(outer)
         if outer == scope["path"]:
             path = gym.ROLLOUT_PREFIX.sub("", path)
+        # FastAPI's routes begin after root_path, and its page /docs finds /openapi.json by it.
+        prefix = scope["path"].removesuffix(path)
         # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        if path != scope["path"] or method != scope["method"]:
-            scope = {**scope, "method": method, "path": path, "raw_path": path.encode()}
+        if prefix or method != scope["method"]:
+            scope = {**scope, "method": method, "root_path": prefix}
         try:
             if not self._is_open(method, path) and not self._has_token(scope):
                 text = "the bearer token is missing or wrong"
                 raise RequestError(text, FailureKind.unauthorized)
             if name is not None:
-                # FastAPI's page /docs finds /openapi.json by root_path.
-                prefix = {"root_path": f"/models/{name}"}
-                scope = {**scope, **prefix, MODEL_IN_SCOPE: self.models[name]}
+                scope = {**scope, MODEL_IN_SCOPE: self.models[name]}
         except RequestError as failure:
             await self._refuse(path, failure)(scope, receive, send)
             return
         if self._is_kserve(path):
-            await self._answer_kserve(scope, receive, send)
+            await self._answer_kserve({**scope, "path": path}, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -183,8 +190,9 @@ class Front:
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
-        # /v2/rerank belongs to Cohere's protocol, and not to KServe.
-        return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+        # /v2/rerank belongs to Cohere's protocol, and not to KServe, also if misspelled by a slash.
+        is_other = path.rstrip("/") in self._routes
+        return path == "/v2" or (path.startswith("/v2/") and not is_other)
 
     async def _probe(self) -> Mapping[str, str | None]:
         """Map the name of each server to why it gives no rewards now, or to None if it does."""
@@ -192,10 +200,9 @@ class Front:
             return {}
         if not self._routes:
             return {"local": None}  # a critic
-        states: dict[str, str | None] = {}
-        for model in self.models:
-            states.update(await model.scoring.probe())
-        return states
+        # At the same time, because one model's backends may be slow to answer.
+        probed = await asyncio.gather(*(model.scoring.probe() for model in self.models))
+        return {name: reason for states in probed for name, reason in states.items()}
 
     async def _has_rewards(self) -> bool:
         return None in (await self._probe()).values()
@@ -227,6 +234,9 @@ class Front:
             # Relative to /openapi.json, so that a page under /models/NAME tries out that model.
             servers=[{"url": "."}],
             root_path_in_servers=False,
+            # A redirect would lead a client that posts again to a path without the prefix
+            # /models/NAME, and thus to another model.
+            redirect_slashes=False,
         )
         app.add_exception_handler(404, self._answer_unknown_path)
         app.add_exception_handler(405, self._answer_wrong_method)
@@ -269,19 +279,19 @@ class Front:
         return app
 
     async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
-        path = request.scope["path"]
-        near = suggestion(path, [*self._routes, "/health", "/ready", _METRICS_PATH])
-        meant = f"; did you mean {near}?" if near else "."
+        prefix, path = request.scope.get("root_path", ""), _route_path(request)
+        near = suggestion(path, self._methods)
+        meant = f"; did you mean {prefix}{near}?" if near else "."
         reason = f"this server has no such path{meant} GET /docs lists all paths"
-        named = shown(_named_path(request))
-        self._notices.note_rejection(named, 404, reason)
-        return respond(HttpAnswer(404, {"detail": f"{named}: {reason}"}))
+        self._notices.note_rejection(shown(_logged_path(request)), 404, reason)
+        return respond(HttpAnswer(404, {"detail": f"{shown(prefix + path)}: {reason}"}))
 
     async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:
-        other = "POST" if request.method == "GET" else "GET"
-        path, reason = _named_path(request), f"got {request.method}, wanted {other}"
-        self._notices.note_rejection(path, 405, reason)
-        return respond(HttpAnswer(405, {"detail": f"{path}: {reason}"}))
+        methods = self._methods[_route_path(request)]
+        reason = f"got {request.method}, wanted {' or '.join(sorted(methods))}"
+        self._notices.note_rejection(_logged_path(request), 405, reason)
+        detail = {"detail": f"{request.scope['path']}: {reason}"}
+        return respond(HttpAnswer(405, detail, kserve.build_allow_header(methods)))
 
     def _add_status_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
@@ -308,10 +318,17 @@ class Front:
         )
 
 
-def _named_path(request: Request) -> str:
-    """Return the path of a request as the client sent it, with the prefix ``/models/NAME``."""
-    path: str = request.scope.get("root_path", "") + request.scope["path"]
-    return path
+def _route_path(request: Request) -> str:
+    """Return the path of a request without the prefixes of its model and rollout."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
+
+
+def _logged_path(request: Request) -> str:
+    """Return the path of a request without its rollout's prefix: every rollout has its own."""
+    model = model_of(request)
+    path = _route_path(request)
+    return path if model is None else f"/models/{model.name}{path}"
 
 
 class _App(FastAPI):

@@ -28,19 +28,17 @@ from nemo_aligner.serving.front.exchange import AnswerTransport, Exchange
 from nemo_aligner.serving.front.limits import (
     ANSWER_NOT_READ,
     CLIENT_LEFT,
+    LINGER_BYTES,
+    LINGER_SECS,
     ConnectionLimits,
     Refusal,
     error_body,
     malformed_request,
 )
+from nemo_aligner.serving.front.sweep import Sweep
 
 # Phases of a connection. The order matters: from BUSY on, the parser gets no bytes.
 HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
-
-# A client may still be sending when it is rejected. Closing the socket at once would send a TCP
-# reset, and the client would not see the answer. So its bytes are discarded up to these limits.
-LINGER_SECS = 1.0
-LINGER_BYTES = 32 * 2**20
 
 # Bytes of a chunk in addition to its data: its size in hexadecimal and two line ends. Further bytes
 # (extensions, leading zeros) count toward max_header_bytes.
@@ -56,36 +54,6 @@ SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encod
 
 class IgnoredUpgrade(Exception):
     """Stops the parser if the head offers an upgrade, because it would then skip the body."""
-
-
-class Sweep:
-    """One timer that ends the connections of a server whose deadlines have passed.
-
-    A timer per connection would be set and cleared with every request. ``now`` is the loop's time
-    at the last run. Deadlines are computed from it, because reading the clock costs more.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
-        self.loop = loop
-        self.now = loop.time()
-        shortest = min(limits.receive_timeout_secs, limits.keep_alive_secs, LINGER_SECS)
-        self.interval = max(0.02, shortest / 4)
-        self.timer: asyncio.TimerHandle | None = None
-
-    def start(self, connections: set[Any]) -> None:
-        """Start the timer, which runs as long as there are connections."""
-        if self.timer is None:
-            self.now = self.loop.time()
-            self.timer = self.loop.call_later(self.interval, self._run, connections)
-
-    def _run(self, connections: set[Any]) -> None:
-        # ``now`` may be one interval old when a deadline is set, so compare with the previous one.
-        earlier, self.now = self.now, self.loop.time()
-        self.timer = None
-        if connections:
-            self.start(connections)
-        for connection in [peer for peer in connections if peer.deadline < earlier]:
-            connection.expire()
 
 
 class Connection(HttpToolsProtocol):
@@ -112,6 +80,7 @@ class Connection(HttpToolsProtocol):
         "deadline",
         "discarded_bytes",
         "empty_lines",
+        "end_time",
         "head_bytes",
         "is_idle",
         "is_kept_alive",
@@ -140,6 +109,8 @@ class Connection(HttpToolsProtocol):
         self.task: asyncio.Task[None] | None = None
         # Event loop time after which expire() ends the connection.
         self.deadline = math.inf
+        # Event loop time after which the next answer ends the connection.
+        self.end_time = math.inf
         # Received bytes of waiting pipelined requests; those before backlog_start are parsed.
         self.backlog = b""
         self.backlog_start = 0
@@ -169,15 +140,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.answers = AnswerTransport(transport, self.finish)
+        self.answers = AnswerTransport(transport, self.finish, self.has_aged)
         self.context = contextvars.copy_context()
         self.sweep.start(self.connections)
         self.deadline = self.sweep.now + self.limits.keep_alive_secs
-        if len(self.connections) > self.limits.max_open_connections:
-            self.refuse(self.limits.too_many_connections())
-            if len(self.connections) > self.limits.max_refused_connections:
-                transport.abort()
+        self.end_time = self.sweep.now + self.limits.draw_lifetime()
+        if not self._find_room():
             return
+        self.sweep.idle[self] = None
         peer = transport.get_extra_info("socket")
         with suppress(OSError):  # OSError: a Unix socket has no such options
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -185,12 +155,30 @@ class Connection(HttpToolsProtocol):
                 if hasattr(socket, name):
                     peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    def _find_room(self) -> bool:
+        """Return whether this new connection may stay; if not, reject it.
+
+        At the limit, the longest idle connection is closed: clients that keep idle connections must
+        not lock out health checks. In a flood, those closed may still be open, so it is rejected.
+        """
+        count = len(self.connections)
+        is_flood = count > self.limits.max_refused_connections
+        if count <= self.limits.max_open_connections:
+            return True
+        if not is_flood and self.sweep.close_longest_idle():
+            return True
+        self.refuse(self.limits.too_many_connections())
+        if is_flood:
+            self.transport.abort()
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._count_departure()
         self._withdraw()
         super().connection_lost(exc)
         self.phase = CLOSING
         self.backlog = b""
+        self.sweep.idle.pop(self, None)
 
     def eof_received(self) -> None:
         """Close the connection: a client that closes its sending side has most probably left."""
@@ -202,6 +190,7 @@ class Connection(HttpToolsProtocol):
         if self.phase < BUSY:
             if self.is_idle:
                 self.is_idle = False
+                self.sweep.idle.pop(self, None)
                 self.deadline = self.sweep.now + self.limits.receive_timeout_secs
             self._parse(data, 0)
         elif self.phase == BUSY:
@@ -488,6 +477,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
+            self.sweep.idle[self] = None
             self.deadline = self.sweep.now + self.limits.keep_alive_secs
 
     def _continue(self) -> None:
@@ -526,6 +516,15 @@ class Connection(HttpToolsProtocol):
             ]
             self.transport.write(b"".join(lines))
         self._linger()
+
+    def has_aged(self) -> bool:
+        """Tell whether the connection ends with the answer that begins now.
+
+        A client that opens another connection may reach a server that was added to a Kubernetes
+        Service, which balances connections, not requests. Waiting pipelined requests are answered
+        first, because their client would have to send them again.
+        """
+        return self.sweep.now > self.end_time and not self.backlog
 
     def finish(self) -> None:
         """Close after the last answer, but first discard bytes that the client may still send."""
@@ -575,6 +574,7 @@ class Connection(HttpToolsProtocol):
     def _close(self) -> None:
         """Close the transport as soon as the client has read all that was written to it."""
         self.phase = CLOSING
+        self.sweep.idle.pop(self, None)
         self.backlog = b""
         self._expect_unsent_bytes_to_shrink()
         self.transport.close()

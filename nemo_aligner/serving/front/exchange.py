@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -12,18 +12,37 @@ from nemo_aligner.serving.front.limits import error_body
 
 
 class AnswerTransport:
-    """The transport that an answer is written to; closing it may wait for the client to read."""
+    """The transport that an answer is written to.
 
-    __slots__ = ("close", "is_closing", "write")
+    ``close`` may wait for the client to read. ``has_aged`` tells whether the connection ends with
+    the answer that begins now, because of its age.
+    """
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+    __slots__ = ("close", "has_aged", "is_closing", "write")
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+        has_aged: Callable[[], bool],
+    ) -> None:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+        self.has_aged = has_aged
 
 
 class Exchange(RequestResponseCycle):
     """One request and its answer; unlike in uvicorn, a cancelled task is not logged as an error."""
+
+    transport: AnswerTransport  # type: ignore[assignment]
+
+    def send(self, message: Any) -> Coroutine[Any, Any, None]:
+        """Send the head of the answer, or a part of its body."""
+        # Decided as late as possible, because the request may have waited for long.
+        if self.keep_alive and not self.response_started and self.transport.has_aged():
+            self.keep_alive = False  # uvicorn then sends "Connection: close"
+        return super().send(message)
 
     async def run_asgi(self, app: Any) -> None:
         """Run the application; if it raises or sends no complete answer, answer with an error."""

@@ -24,7 +24,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,30 +122,34 @@ class KServe:
             version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
             return _error_answer(404, f"unknown model {shown(name)}{version}. Models: {models}")
-        if suffix == "/infer" and method == "POST":
-            return await self._infer(endpoint, headers, body)
-        if method != "GET":
-            return _error_answer(405, f"{path}: got {method}, wanted GET, or POST to /infer")
-        if suffix == "/ready":
-            return await self._answer_ready()
         descriptions: dict[str, Callable[[Endpoint], Any]] = {
             "": _describe_model,
             "/config": _describe_config,
             "/stats": lambda endpoint: {"model_stats": [self._describe_counts(endpoint.name)]},
         }
-        if suffix not in descriptions:
+        if suffix == "/infer":
+            if method != "POST":
+                return _wrong_method(path, method, "POST")
+            return await self._infer(endpoint, headers, body)
+        if suffix != "/ready" and suffix not in descriptions:
             return _unknown_path(path)
+        if method != "GET":
+            return _wrong_method(path, method, "GET")
+        if suffix == "/ready":
+            return await self._answer_ready()
         return KServeAnswer.of_json(descriptions[suffix](endpoint))
 
     async def _answer_server(self, method: str, path: str) -> KServeAnswer:
         """Answer a path under ``/v2`` about the whole server, e.g. its health or list of models."""
-        if path == "/v2/repository/index" and method == "POST":
+        if path == "/v2/repository/index":
+            if method != "POST":
+                return _wrong_method(path, method, "POST")
             state = {"version": "1", "state": "READY", "reason": ""}
             return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])
         if path not in _SERVER_PATHS:
             return _unknown_path(path)
         if method != "GET":
-            return _error_answer(405, f"{path}: got {method}, wanted GET")
+            return _wrong_method(path, method, "GET")
         if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
             server = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
@@ -217,6 +221,18 @@ def refuse(failure: RequestError) -> KServeAnswer:
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
     headers = {**answer.headers, "Retry-After": str(failure.retry_after_s)}
+    return KServeAnswer(answer.status, answer.body, headers)
+
+
+def build_allow_header(methods: Collection[str]) -> dict[str, str]:
+    """Build the header ``Allow`` of a 405: the path's methods, and HEAD if GET is one of them."""
+    with_head = {*methods, "HEAD"} if "GET" in methods else {*methods}
+    return {"Allow": ", ".join(sorted(with_head))}
+
+
+def _wrong_method(path: str, method: str, expected: str) -> KServeAnswer:
+    answer = _error_answer(405, f"{path}: got {method}, wanted {expected}")
+    headers = {**answer.headers, **build_allow_header([expected])}
     return KServeAnswer(answer.status, answer.body, headers)
 
 

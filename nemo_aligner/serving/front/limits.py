@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import dataclass
 
 from nemo_aligner.config.serving import FrontConfig
 
 # Longest time of a TLS handshake in seconds; a client sends only a few hundred bytes for it.
 _HANDSHAKE_SECS = 10.0
+
+# A client may still be sending when it is rejected. Closing the socket at once would send a TCP
+# reset, and the client would not see the answer. So its bytes are discarded up to these limits.
+LINGER_SECS = 1.0
+LINGER_BYTES = 32 * 2**20
+
+# Largest deviation of a connection's lifetime from ``max_connection_secs``, as a fraction of it.
+# Without it, clients that connected at the same time would also connect again at the same time.
+_LIFETIME_JITTER = 0.2
 
 # Causes of connections that end without an answer, as labels in the metrics.
 CLIENT_LEFT, ANSWER_NOT_READ = "client_left", "answer_not_read"
@@ -30,6 +41,7 @@ class ConnectionLimits:
     max_open_connections: int
     receive_timeout_secs: float
     keep_alive_secs: float
+    max_connection_secs: float
 
     @classmethod
     def of(cls, config: FrontConfig) -> ConnectionLimits:
@@ -42,6 +54,7 @@ class ConnectionLimits:
             max_open_connections=config.max_open_connections,
             receive_timeout_secs=config.receive_timeout_secs,
             keep_alive_secs=config.keep_alive_secs,
+            max_connection_secs=config.max_connection_secs,
         )
 
     @property
@@ -57,6 +70,16 @@ class ConnectionLimits:
         until its client has read the error.
         """
         return self.max_open_connections + self.max_open_connections // 8 + 8
+
+    def draw_lifetime(self) -> float:
+        """Draw the seconds after which the next answer ends a connection; infinite without limit.
+
+        They differ from ``max_connection_secs`` at random by up to a fifth.
+        """
+        if self.max_connection_secs == 0:
+            return math.inf
+        factor = random.uniform(1 - _LIFETIME_JITTER, 1 + _LIFETIME_JITTER)
+        return factor * self.max_connection_secs
 
     def headers_too_large(self) -> Refusal:
         return Refusal(

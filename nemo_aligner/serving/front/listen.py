@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -26,18 +27,22 @@ from nemo_aligner.utils.writing import replacing, temporary_beside
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048  # connections that wait in the kernel to be accepted; uvicorn's default
+# Open files besides the clients' connections: the process's own, and a gateway's connections.
+_OTHER_FILES = 512
 
 
 def open_socket(config: FrontConfig) -> socket.socket:
     """Bind the socket of the front; it accepts no connection yet.
 
     A server binds it before loading a model, so that no other process takes the port meanwhile.
+    The process's limit of open files is raised to what ``max_open_connections`` needs.
 
     Raises:
         ServingError: the port is taken, the host is not an address of this machine, the
             certificate or its key cannot be used, or the ready file cannot be written.
     """
     tls_context(config)
+    _raise_file_limit(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -55,6 +60,32 @@ def open_socket(config: FrontConfig) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _raise_file_limit(config: FrontConfig) -> None:
+    """Raise the limit of open files to what the connections need; print a warning if it is lower.
+
+    Beyond that limit, the kernel cannot accept a connection, and its client gets a reset instead of
+    an answer. Shells, systemd and container runtimes often set the soft limit to 1024.
+    """
+    needed = ConnectionLimits.of(config).max_refused_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    except (OSError, ValueError):  # macOS has a lower limit than it reports
+        limit = soft
+    if limit < needed:
+        fitting = max(1, (limit - _OTHER_FILES) * 8 // 9 - 8)
+        print(
+            f"Warning: {config.section}.max_open_connections: {config.max_open_connections} "
+            f"connections need {needed} open files, but this process may have only {limit}. "
+            "Clients beyond that get no answer. Raise the hard limit (ulimit -Hn, LimitNOFILE= of "
+            f"systemd, --ulimit nofile= of docker), or set at most {fitting} connections",
+            flush=True,
+        )
 
 
 def _describe_bind_error(config: FrontConfig, error: OSError) -> ServingError:

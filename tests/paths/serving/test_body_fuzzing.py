@@ -7,7 +7,7 @@ import gzip
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,8 @@ from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.reward import (
-    OnError,
-    RowCollector,
-    Split,
-    split_texts,
-    split_tokens,
-)
+from nemo_aligner.serving.client.partial_requests import Split, split_texts, split_tokens
+from nemo_aligner.serving.client.reward import OnError, RowCollector
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
 from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
@@ -185,11 +180,12 @@ class Engine:
 
     async def infer(
         self,
-        inputs: kserve_body.Tensors,
+        encode: Callable[[], kserve_body.Tensors],
         rows: int,
         is_probe: bool = False,
         prefix: bytes | None = None,
     ) -> ScoredRows:
+        inputs = encode()
         try:
             outputs = await self._endpoint.answer(inputs)
         except Exception as error:

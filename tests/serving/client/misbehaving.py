@@ -29,9 +29,11 @@ class Answering(BaseHTTPRequestHandler):
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers["Content-Length"]))
 
-    def answer(self, status: int, content: Any) -> None:
+    def answer(self, status: int, content: Any, location: str | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
+        if location is not None:
+            self.send_header("Location", location)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -69,6 +71,9 @@ class Misbehaving:
         self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
         self.fingerprint: str | None = None  # None like a server of an earlier version
         self.not_ready: Answer | None = None
+        self.moved: tuple[int, str] | None = None  # status and URL to which it redirects
+        self.goes_on = threading.Event()  # while it is not set, there are no answers
+        self.goes_on.set()
         self.prefix = ""  # path prefix of a proxy
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
@@ -88,19 +93,28 @@ class Misbehaving:
                 outer._open.append(self.request)
 
             def do_GET(self) -> None:
+                outer.goes_on.wait(30)
+                if outer.moved is not None:
+                    return self.answer(outer.moved[0], b"", outer.moved[1] + self.path)
                 if not self.path.startswith(f"{outer.prefix}/v2/models/"):
                     return self.answer(404, {"detail": "no such path"})
                 self.answer(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
 
             def do_POST(self) -> None:
+                body = self.body()
+                if outer.moved is not None:
+                    return self.answer(outer.moved[0], b"", outer.moved[1] + self.path)
                 try:
-                    self.answer(*outer._post(self.path, self.body(), self.headers))
+                    answer = outer._post(self.path, body, self.headers)
+                    outer.goes_on.wait(30)
+                    self.answer(*answer)
                 except Die as death:
                     self.wfile.write(death.last_words)
                     self.close_connection = True
 
         class Http(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # with 5, some of many new connections take a second
 
             def handle_error(self, *unused: object) -> None:
                 pass
@@ -113,6 +127,7 @@ class Misbehaving:
 
     def go(self) -> None:
         """Stop listening and reset every connection, as if the process was killed."""
+        self.goes_on.set()
         if self._http is not None:
             self._http.shutdown()
             self._http.server_close()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.client import RewardCriticClient
+from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import Answer, Die, Misbehaving, output, seconds
@@ -73,6 +74,32 @@ def test_critic_client_sends_too_many_bytes_at_once_in_parts(critic: Misbehaving
         found = client.infer([[1, 2, 3], [4], [5, 6]])
     assert [row.tolist() for row in found.values] == [[3, 3, 3], [1], [2, 2]]
     assert sorted(critic.asked) == [1, 1, 1, 2, 3]
+
+
+def test_critic_client_encodes_a_request_when_it_is_sent_and_fits_it_to_a_restarted_server(
+    critic: MisbehavingCritic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = kserve.encode_tokens, []
+    monkeypatch.setattr(
+        kserve, "encode_tokens", lambda rows: encoded.append(len(rows)) or encode(rows)
+    )
+
+    def post(path: str, body: bytes, headers: Any) -> Answer:
+        header = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+        rows, width = next(each["shape"] for each in header["inputs"] if each["name"] == "tokens")
+        critic.asked.append([len(encoded), rows])
+        if critic.limit < rows:
+            raise Die
+        return answer(output("values", "FP32", [rows, width], [1.0] * rows * width))
+
+    critic._post = post  # type: ignore[method-assign]
+    critic.limit = 4
+    with RewardCriticClient(critic.url, max_connections=1) as client:
+        client.infer([[1]] * 12)
+        assert critic.asked == [[1, 4], [2, 4], [3, 4]]
+        critic.limit = 3
+        assert len(client.infer([[1, 2]] * 4).values) == 4
+        assert [rows for _, rows in critic.asked[3:]] == [4, 3, 1]
 
 
 def test_critic_client_asks_a_server_of_rewards_where_there_is_one(

@@ -151,6 +151,23 @@ def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> N
     assert asyncio.run(probe()) == [None, "connection refused: no server listens there"]
 
 
+def test_judge_that_redirects_is_named_with_its_right_url() -> None:
+    fake = FakeJudge()
+    fake.moved_to = "http://elsewhere/v1"
+    outcome, client = judged(fake, "b 4", "a 2")
+    assert str(outcome) == "it redirects to http://elsewhere/v1; use that URL"
+    assert (client.counts["judge_calls"], client.counts["judge_rejected"]) == (1, 1)
+
+    async def probe() -> str | None:
+        async with fake.running():
+            client = JudgeClient(JudgeConfig(url=fake.url, model="j"))
+            reason = await client.probe()
+            await client.aclose()
+            return reason
+
+    assert asyncio.run(probe()) == str(outcome)
+
+
 def test_concurrent_requests_are_limited_and_a_pause_frees_a_slot() -> None:
     fake = FakeJudge(failures=1)
     fake.pause_s = 0.02

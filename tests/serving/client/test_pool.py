@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,11 @@ from typing import Any
 import pytest
 
 from nemo_aligner.serving.client import RefusedError, RewardClient
-from nemo_aligner.serving.client.pool import _pick
+from nemo_aligner.serving.client.causes import redirect_of
+from nemo_aligner.serving.client.contract_check import ContractCheck
+from nemo_aligner.serving.client.pool import ServerPool, _pick
+from nemo_aligner.serving.failures import retry_after
+from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import (
@@ -543,3 +548,112 @@ def test_busy_server_of_a_prefix_is_passed_over() -> None:
     busy.in_flight = 5
     assert _pick([quiet, busy], prefix) is quiet
     assert _pick([quiet, busy], None) is quiet
+
+
+@pytest.mark.parametrize("status", [301, 308])
+def test_redirect_is_not_followed_and_the_error_has_the_right_url(
+    servers: list[Misbehaving], status: int
+) -> None:
+    """After a 301, aiohttp would send a GET without the samples."""
+    old, new = (each.come() for each in servers[:2])
+    reason = f"{old.url}, reward_model: it redirects to {new.url}; use that URL"
+    with RewardClient(old.url, retry_s=20) as client:
+        client.score(["a"])
+        old.moved = status, new.url
+        took, error = seconds(client.score, ["a"])
+        assert (error, took < 5) == (reason, True)
+    took, error = failure(old.url, wait_s=20)
+    assert (error, took < 5) == (reason, True)
+    assert new.asked == []
+    # Of one server, the others answer.
+    with RewardClient([old.url, new.url]) as client:
+        assert client.score(["a"])[0, 0] == 97
+    login, url = "https://a/login?to=/v2/b", "http://a/v2/b"
+    for location in (login, "/v2/b/"):
+        text = redirect_of(302, {"Location": location}, url, "/v2/b")
+        assert str(text).endswith("; pass the URL of the server itself"), text
+    assert redirect_of(304, {"Location": "/"}, url) is None
+
+
+def test_seconds_of_retry_after_are_read_or_unknown() -> None:
+    assert [retry_after("", header) for header in ("2", "0.5", "²", "soon", "1e9", "")] == [
+        *(2.0, 0.5),
+        *[None] * 4,
+    ]
+    assert retry_after("full; retry after 0.3 s", "2") == 0.3
+
+
+def test_server_that_hangs_delays_neither_the_first_reward_nor_a_probe(
+    lone: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pool", "server"):
+        monkeypatch.setattr(f"nemo_aligner.serving.client.{name}.PROBE_S", 0.3)
+
+    async def ask(urls: list[str]) -> list[tuple[float, Any]]:
+        answers = []
+        client = RewardClient(urls, in_callers_loop=True)
+        for work in (
+            lambda: client.score_async(["a"]), client.probe_async, client.statistics_async,
+        ):  # fmt: skip
+            started_at = time.monotonic()
+            answer = await work()
+            answers.append((time.monotonic() - started_at, answer))
+        await client.aclose()
+        return answers
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        durations, (scored, states, counts) = zip(
+            *asyncio.run(ask([silent_url, lone.url])), strict=True
+        )
+    assert max(durations) < 3, durations
+    assert scored[0, 0] == 97
+    assert states == {silent_url: "no answer within 0.3 s", lone.url: None}
+    assert counts[silent_url] is None
+    assert counts[lone.url] is not None
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_requests_of_a_server_that_hangs_go_to_another_one(
+    servers: list[Misbehaving], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """A probe finds it. Requests stay that must not be repeated, or that no other can answer."""
+    hung, other = (each.come() for each in servers[:2])
+    idle = [SimpleNamespace(url=each.url, in_flight=0) for each in (hung, other)]
+    # A prefix whose requests go to the server that will hang.
+    prefix = next(name for name in map(str.encode, "abcdefgh") if _pick(idle, name) is idle[0])
+    urls = [hung.url] if is_alone else [hung.url, other.url]
+
+    async def ask() -> None:
+        servers_of_client = ServerPool(urls, "reward_model", ContractCheck(None), 0, 5, 4)
+
+        def send(may_repeat: bool) -> asyncio.Task[str]:
+            encode = partial(kserve.encode_sentences, ["a"])
+            return asyncio.ensure_future(
+                servers_of_client.send_request(
+                    *(encode, 1, lambda outputs, name: name),
+                    may_repeat=may_repeat,
+                    prefix=prefix,
+                )
+            )
+
+        await send(True)
+        monkeypatch.setattr("nemo_aligner.serving.client.server.PROBE_S", 0.2)
+        monkeypatch.setattr("nemo_aligner.serving.client.server.HANDSHAKE_S", 0.4)
+        hung.goes_on.clear()
+        repeatable, final = send(True), send(False)
+        while len(hung.asked) < 3:
+            await asyncio.sleep(0.01)
+        assert (await servers_of_client.probe())[hung.url] == "no answer within 0.2 s"
+        if not is_alone:
+            assert await asyncio.wait_for(repeatable, 10) == f"{other.url}, reward_model"
+        await asyncio.sleep(0.6)
+        assert not final.done()
+        hung.goes_on.set()
+        assert await final == f"{hung.url}, reward_model"
+        await repeatable
+        await servers_of_client.close()
+
+    asyncio.run(ask())
+    assert len(hung.asked) == 3
+    assert len(other.asked) == (not is_alone)

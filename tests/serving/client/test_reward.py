@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import partial
 from typing import Any
 
 import pytest
 
 from nemo_aligner.serving.client import RefusedError, RewardClient
-from nemo_aligner.serving.client.reward import split_texts, split_tokens
+from nemo_aligner.serving.client.partial_requests import split_texts, split_tokens
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
-from tests.serving.client.misbehaving import Misbehaving, output, refuse, seconds
+from tests.serving.client.misbehaving import Misbehaving, eventually, output, refuse, seconds
 from tests.serving.fake_server import CONTRACT
 
 # A server's message when Triton answers, which has no status 413.
@@ -162,3 +164,57 @@ def test_split_parts_have_one_kind_of_row_and_those_of_like_length() -> None:
     parts = split_tokens([[1] * 9, [2], [3] * 8, [4, 4]], 2)
     assert [part.rows for part in parts] == [[1, 3], [2, 0]]
     assert [part.inputs["tokens"].shape for part in parts] == [(2, 2), (2, 9)]
+
+
+def test_split_parts_are_encoded_when_they_are_sent(
+    lone: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a call of millions of rows has all of them in memory twice."""
+    encode, encoded, hold = kserve.encode_sentences, [], threading.Event()
+    monkeypatch.setattr(
+        kserve, "encode_sentences", lambda texts: encoded.append(texts) or encode(texts)
+    )
+    lone.answer, lone.limit = lambda texts: hold.wait(20) and None, 1
+    with RewardClient(lone.url, max_connections=2) as client:
+        future = client.score_future(list("abcdef"))
+        assert eventually(lambda: len(lone.asked) == 2)
+        assert encoded == [["a"], ["b"]]
+        hold.set()
+        assert future.result()[:, 0].tolist() == [97, 98, 99, 100, 101, 102]
+    assert len(encoded) == 6
+
+
+def test_error_about_a_missing_answer_says_how_many_rows_were_answered(
+    lone: Misbehaving,
+) -> None:
+    """Deadlines are those of the whole call, or of a request; or the server is gone."""
+    hold = threading.Event()
+    lone.answer = lambda texts: hold.wait(20) and None if texts[0] > "c" else refuse(texts)
+    lone.limit = 1
+    name, progress = f"{lone.url}, reward_model: timed out: no answer", "3 of 6 rows were answered"
+    texts = ["a", "!b", "c", "d", "e", "f"]
+    for settings, reason in (
+        ({"timeout_s": 0.6}, "within 0.6 s (timeout_s)"),
+        (
+            {"timeout_s": None, "request_timeout_s": 0.6},
+            "to a request within 0.6 s (request_timeout_s)",
+        ),
+    ):
+        with RewardClient(lone.url, **settings) as client:
+            assert seconds(client.score_rows, texts)[1] == f"{name} {reason}; {progress}"
+    with RewardClient(lone.url, retry_s=0) as client:
+        future = client.score_future(texts, on_error="nan")
+        lone.asked.clear()
+        assert eventually(lambda: len(lone.asked) == 6)
+        lone.go()
+        assert seconds(future.result)[1].endswith(f"(retry_s); {progress}")
+    hold.set()
+
+
+def test_request_timeout_is_not_that_of_a_call_of_many_requests(lone: Misbehaving) -> None:
+    lone.answer, lone.limit = lambda texts: time.sleep(0.2), 1
+    settings = {"max_connections": 1, "timeout_s": None}
+    with RewardClient(lone.url, request_timeout_s=0.8, **settings) as client:
+        started_at = time.monotonic()
+        assert client.score(list("abcdef")).shape == (6, 2)
+        assert time.monotonic() - started_at > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from nemo_aligner.serving.engine import executor as ranks_module
 from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostError
+from nemo_aligner.serving.engine.running_calls import LongOperation, RunningCalls
 from nemo_aligner.utils.errors import CheckpointError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 from tests.harness import tiny
@@ -118,6 +120,46 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
             ranks.execute("score", [[2]])
         may_end.set()
     ranks.stop()
+
+
+def test_call_that_hangs_loses_the_ranks_but_training_may_take_any_time() -> None:
+    may_end = threading.Event()
+    operations = {"score": may_end.wait, "train": LongOperation(time.sleep)}
+    ranks = ModelRanks(operations, max_stuck_secs=0.5)
+    with led(ranks):
+        training = ranks.submit("train", 1.0)
+        while not training.done():
+            assert ranks.running.find_delay() is None
+            time.sleep(0.02)
+        assert training.result() is None
+        hung, waiting = ranks.submit("score"), ranks.submit("train", 0.0)
+        delays = set()
+        while not hung.done():
+            delays.add(ranks.running.find_delay())
+            time.sleep(0.02)
+        for answer in (hung, waiting):
+            with pytest.raises(
+                RanksLostError, match=r"^the model hangs: a call has not ended \(sc"
+            ):
+                answer.result(30)
+        assert ranks.failure is not None
+        assert {delay and delay[:22] for delay in delays} == {None, "the model may hang: a "}
+        may_end.set()
+    ranks.stop()
+
+
+def test_time_of_a_call_begins_when_the_one_in_front_of_it_ends() -> None:
+    calls, first, second = RunningCalls(100.0), Future[Any](), Future[Any]()
+    calls.begin(first, "a", is_long=False)
+    calls.begin(second, "b", is_long=False)
+    time.sleep(0.3)
+    assert calls.first is not None
+    assert calls.first.seconds >= 0.3
+    calls.end(first)
+    assert calls.first is not None
+    assert (calls.first.operation, calls.first.seconds < 0.2) == ("b", True)
+    calls.end(second)
+    assert calls.first is None
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,12 @@ import pytest
 
 from nemo_aligner.contract.templates import render
 from nemo_aligner.serving.engine import timed_threads
-from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
+from nemo_aligner.serving.engine.timed_threads import (
+    RunStep,
+    ThreadsHangError,
+    TimedThreads,
+    TooSlowError,
+)
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -153,6 +158,91 @@ def test_job_that_ends_while_it_is_watched_leaves_the_pool_as_large_as_it_was(
         for number in range(3):
             assert await threads.run(job(lambda n=number: n)) == [number]
         assert alive() == 1
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)
+
+
+def test_slow_jobs_run_as_many_at_once_as_there_are_threads() -> None:
+    counted, running, most_running = threading.Lock(), 0, 0
+
+    def work(run_step: RunStep) -> None:
+        nonlocal running, most_running
+        with counted:
+            running += 1
+            most_running = max(most_running, running)
+        run_step(time.sleep, 0.4)
+        with counted:
+            running -= 1
+
+    async def scenario() -> None:
+        threads = TimedThreads(8, "timed", 30.0, "too slow", replaces_slow=False)
+        assert alive() == 0
+        begun = time.monotonic()
+        await asyncio.gather(*(threads.run(work) for _ in range(16)))
+        assert time.monotonic() - begun < 4  # one after the other, they take 6.4 s
+        assert (most_running, alive()) == (8, 8)
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)
+
+
+def test_calls_are_refused_while_too_many_hang_and_run_again_when_these_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timed_threads, "_GRACE_SECS", 0.1)
+    release = threading.Event()
+
+    async def scenario() -> None:
+        threads = TimedThreads(2, "timed", 0.1, "too slow", max_replaced=3, replaces_slow=False)
+        hanging = [threads.run(lambda run_step: run_step(release.wait)) for _ in range(20)]
+        errors = await asyncio.gather(*hanging, return_exceptions=True)
+        texts = {str(error) for error in errors}
+        assert texts == {"too slow", "4 earlier calls still hang, so no more are made"}
+        assert alive() == 4  # two after the other, until at least three hang
+        with pytest.raises(ThreadsHangError, match="4 earlier calls still hang"):
+            await asyncio.wait_for(threads.run(job(lambda: 1)), 0.1)
+        assert threads.problem is not None
+        release.set()
+        while threads.problem is not None:
+            await asyncio.sleep(0.02)
+        assert await threads.run(job(lambda: 1)) == [1]
+        wait_until(lambda: alive() <= 2)
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)
+
+
+def test_job_for_which_no_thread_can_be_started_fails_and_nothing_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container limits the number of threads."""
+    monkeypatch.setattr(timed_threads, "_GRACE_SECS", 0.1)
+    release = threading.Event()
+
+    class Limited(threading.Thread):
+        def start(self) -> None:
+            if alive() >= 1 and not release.is_set():
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(timed_threads, "Thread", Limited)
+
+    async def scenario() -> None:
+        threads = TimedThreads(2, "timed", 0.6, "too slow")
+        hung, waiting = (threads.run(job(release.wait)) for _ in range(2))
+        errors = await asyncio.wait_for(
+            asyncio.gather(hung, waiting, return_exceptions=True), timeout=20
+        )
+        none = "no thread can be started (can't start new thread); 1 earlier calls still hang"
+        assert [str(error) for error in errors] == ["too slow", none]
+        with pytest.raises(ThreadsHangError, match="no thread can be started"):
+            await asyncio.wait_for(threads.run(job(lambda: 1)), 1.0)
+        release.set()
+        assert await threads.run(job(lambda: 1)) == [1]
         threads.close()
 
     asyncio.run(scenario())

@@ -29,6 +29,7 @@ LIMITS = ConnectionLimits(
     max_open_connections=2000,
     receive_timeout_secs=20.0,
     keep_alive_secs=20.0,
+    max_connection_secs=60.0,
 )
 LARGE = 32 * 2**20
 VISITOR: contextvars.ContextVar[str] = contextvars.ContextVar("VISITOR", default="nobody")

@@ -88,6 +88,55 @@ def test_model_is_chosen_by_the_path_and_by_the_body() -> None:
     assert len(asked["harmless"]) == 3
 
 
+def test_path_with_a_slash_too_many_is_refused_and_leads_to_no_other_model() -> None:
+    """A redirect to the path without its prefix would lead to the main model."""
+    clients = {"reward_model": FakeClient(), "harmless": FakeClient()}
+    app = front_of_models(clients)
+    for prefix in ("", "/models/harmless", "/ng-rollout/r1", "/models/harmless/ng-rollout/r1"):
+        for path, body in {**GOOD, "/v1/models": None, "/seed_session": {}}.items():
+            answer = call(app, f"{prefix}{path}/", body)
+            assert (answer.status, "location" in answer.headers) == (404, False)
+            start = f"'{prefix}{path}/': this server has no such path; did you mean {prefix}{path}?"
+            assert message(answer).startswith(start), answer.body
+    assert [client.asked for client in clients.values()] == [[], []]
+    # A prefix that comes twice leads nowhere, either.
+    twice = "/models/harmless/models/harmless/v1/rewards"
+    assert call(app, twice, GOOD["/v1/rewards"]).status == 404
+
+
+def test_wrong_method_is_refused_with_those_of_the_route() -> None:
+    app = make()
+    cases = [
+        ("PUT", "/v1/rewards", "POST", "POST"),
+        ("OPTIONS", "/models/reward_model/v1/rewards", "POST", "POST"),
+        ("GET", "/v1/rewards", "POST", "POST"),
+        ("POST", "/health", "GET", "GET, HEAD"),
+        ("DELETE", "/docs", "GET", "GET, HEAD"),
+        ("GET", "/seed_session", "POST", "POST"),
+    ]
+    for method, path, expected, allowed in cases:
+        answer = call(app, path, {}, method=method)
+        assert (answer.status, answer.headers["allow"]) == (405, allowed), path
+        assert message(answer) == f"{path}: got {method}, wanted {expected}"
+
+
+def test_models_are_probed_at_the_same_time() -> None:
+    clients = {"reward_model": FakeClient(), "harmless": FakeClient()}
+    begun: dict[str, asyncio.Event] = {name: asyncio.Event() for name in clients}
+    for name, client in clients.items():
+
+        async def probe(name: str = name) -> dict[str, str | None]:
+            begun[name].set()
+            for event in begun.values():
+                await asyncio.wait_for(event.wait(), 5)
+            return {name: None if name == "harmless" else "it is gone"}
+
+        client.probe_async = probe  # type: ignore[method-assign]
+    answer = call(front_of_models(clients), "/ready")
+    backends = {"reward_model": "it is gone", "harmless": "ready"}
+    assert (answer.status, answer.json["backends"]) == (200, backends)
+
+
 def test_unknown_model_is_refused_after_the_token_in_the_form_of_the_route() -> None:
     clients = {"reward_model": FakeClient(), "harmless": FakeClient()}
     app, reason = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +21,7 @@ from nemo_aligner.serving.front.limits import (
     CLIENT_LEFT,
     ConnectionLimits,
 )
+from nemo_aligner.utils.errors import ConfigError
 from tests.serving.front.running import (
     LARGE,
     LAST_CHUNK,
@@ -69,6 +72,8 @@ def test_limits_name_the_section_of_their_settings() -> None:
     limits = ConnectionLimits.of(GatewayConfig(max_chunks=7))
     assert limits.too_many_chunks().text.endswith("or raise gateway.max_chunks.")
     assert ConnectionLimits.of(ServerConfig()).max_header_bytes == 65536
+    with pytest.raises(ConfigError, match="max_connection_secs: got -1, wanted 0 or more"):
+        ServerConfig(max_connection_secs=-1)
 
 
 # Sizes.
@@ -370,6 +375,35 @@ def test_a_connection_in_use_outlives_both_times() -> None:
             time.sleep(0.1)
 
 
+def test_an_old_connection_ends_with_its_next_answer() -> None:
+    with running(max_connection_secs=0.5) as front, contextlib.ExitStack() as stack:
+        idle, waiting, pipelined = (stack.enter_context(Client(front)) for _ in range(3))
+        for client in (idle, waiting, pipelined):
+            client.send(get("/young"))
+            assert "connection" not in client.answer().headers
+        waiting.send(get("/pause"))
+        pipelined.send(get("/pause"), get("/second"), get("/third"))
+        # The age counts when the answer begins.
+        assert waiting.answer().headers["connection"] == "close"
+        assert waiting.is_closed()
+        # All pipelined requests are answered.
+        answers = [pipelined.answer() for _ in range(3)]
+        assert [answer.json()["path"] for answer in answers] == ["/pause", "/second", "/third"]
+        assert ["connection" in answer.headers for answer in answers] == [False, False, True]
+        assert pipelined.is_closed()
+        # An idle connection stays open, because its client may be sending a request.
+        idle.send(get("/old"))
+        assert idle.answer().headers["connection"] == "close"
+        assert idle.is_closed()
+        assert front.aborted == {}
+
+
+def test_lifetimes_of_connections_differ_by_up_to_a_fifth() -> None:
+    lifetimes = [LIMITS.draw_lifetime() for _ in range(200)]
+    assert 48 <= min(lifetimes) < 55 < 65 < max(lifetimes) <= 72
+    assert replace(LIMITS, max_connection_secs=0).draw_lifetime() == math.inf
+
+
 def test_a_client_that_takes_no_answer_is_cut_off() -> None:
     with running(receive_timeout_secs=0.6) as front, Client(front) as client:
         client.send(get("/large") * 20)
@@ -440,10 +474,12 @@ def test_vanished_peers_are_probed(front: Front) -> None:
 def test_connections_above_the_limit_get_a_503() -> None:
     with running(max_open_connections=4) as front:
         with contextlib.ExitStack() as stack:
+            # None is idle: three requests are computed, and one is not complete.
             clients = [stack.enter_context(Client(front)) for _ in range(4)]
-            for client in clients:
-                client.send(get("/"))
-                assert client.answer().status == 200
+            clients[0].send(get("/")[:-1])
+            for client in clients[1:]:
+                client.send(get("/wait"))
+            wait_until(lambda: len(front.application.calls) == 3)
             with Client(front) as client:
                 client.send(get("/"))
                 answer = client.answer()
@@ -454,9 +490,33 @@ def test_connections_above_the_limit_get_a_503() -> None:
             crowd = [stack.enter_context(Client(front)) for _ in range(100)]
             wait_until(lambda: front.refused == {503: 1 + len(crowd)})
             wait_until(lambda: len(front.connections) <= 4 + 8, timeout=0.5)
-            clients[0].send(get("/"))
+            clients[0].send(get("/")[-1:])
             assert clients[0].answer().status == 200
         wait_until(lambda: not front.connections)
+        front.assert_serves()
+
+
+def test_at_the_limit_the_longest_idle_connection_makes_room() -> None:
+    with running(max_open_connections=4) as front, contextlib.ExitStack() as stack:
+        *idle, busy = [stack.enter_context(Client(front)) for _ in range(4)]
+        for client in [*idle, idle[0]]:
+            client.send(get("/"))
+            assert client.answer().status == 200
+        busy.send(get("/wait"))
+        wait_until(lambda: "/wait" in front.application.calls)
+        # A health check is answered. Idle the longest is the second client.
+        check = stack.enter_context(Client(front))
+        check.send(get("/health"))
+        assert check.answer().status == 200
+        assert idle[1].is_closed()
+        for client in (idle[2], idle[0], check):
+            client.send(get("/"))
+            assert client.answer().status == 200
+        # Clients that only connect make room for each other, and their number is limited.
+        for _ in range(100):
+            stack.enter_context(Client(front))
+        wait_until(lambda: len(front.connections) <= 4)
+        assert front.application.cancelled == []
         front.assert_serves()
 
 

@@ -41,6 +41,22 @@ def test_refusals_arrive_over_tls(certificate: tuple[Path, Path]) -> None:
         front.assert_serves()
 
 
+def test_idle_clients_make_room_even_if_they_do_not_answer_the_end_of_tls(
+    certificate: tuple[Path, Path],
+) -> None:
+    with running(certificate, max_open_connections=2) as front, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(Client(front)) for _ in range(2)]
+        for client in idle:
+            client.send(post("/", b"x"))
+            assert client.answer().status == 200
+        front.assert_serves()
+        # The first client has not read anything since, so that its TLS connection has not ended.
+        wait_until(lambda: len(front.connections) == 1, timeout=4)
+        assert idle[0].is_closed()
+        idle[1].send(post("/", b"x"))
+        assert idle[1].answer().status == 200
+
+
 def test_tls_handshakes_under_way_count_and_end(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 import nemo_aligner
 from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.front.limits import ConnectionLimits
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.utils.errors import ServingError
@@ -274,6 +278,53 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
     assert post(url.replace("/v2/models/reward_model", "/v2/nowhere"), content)[0] == 404
 
 
+def test_wrong_method_is_a_405_and_an_unknown_path_a_404() -> None:
+    app, model = gateway_front(FakeClient()), "/v2/models/reward_model"
+    cases = [
+        ("GET", f"{model}/infer", "POST", "POST"),
+        ("PUT", f"{model}/versions/1/infer", "POST", "POST"),
+        ("GET", "/v2/repository/index", "POST", "POST"),
+        ("POST", f"{model}/config", "GET", "GET, HEAD"),
+        ("POST", "/v2/health/ready", "GET", "GET, HEAD"),
+    ]
+    for method, path, expected, allowed in cases:
+        answer = call(app, path, {}, method=method)
+        assert (answer.status, answer.headers["allow"]) == (405, allowed), path
+        assert answer.json["error"] == f"{path}: got {method}, wanted {expected}"
+    for method in ("GET", "POST"):
+        answer = call(app, f"{model}/generate", {}, method=method)
+        assert (answer.status, "no such path" in answer.json["error"]) == (404, True)
+
+
+def test_clients_connect_again_if_a_connection_ends_with_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lifetimes: list[float] = []
+
+    def draw_lifetime(limits: ConnectionLimits) -> float:
+        lifetimes.append(-1.0)
+        return lifetimes[-1]
+
+    monkeypatch.setattr(ConnectionLimits, "draw_lifetime", draw_lifetime)
+    with fronted() as address:
+        with triton.InferenceServerClient(address, concurrency=4) as client:
+            waiting = [client.async_infer("reward_model", good_inputs()) for _ in range(8)]
+            for future in waiting:
+                assert future.get_result().as_numpy("rewards").tobytes() == EXPECTED.tobytes()
+        assert len(lifetimes) == 8
+        # Without retries, so that a connection that has ended is not used again unnoticed.
+        with RewardClient(f"http://{address}", retry_s=0.0) as own:
+            for _ in range(3):
+                futures = [own.score_future(["ab"]) for _ in range(8)]
+                assert {float(future.result()[0, 0]) for future in futures} == {total("ab")}
+        assert len(lifetimes) >= 8 + 3 * 8
+        connection = HTTPConnection(address, timeout=10)
+        for _ in range(3):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            assert (answer.read(), answer.getheader("connection")) == (b'{"status":"ok"}', "close")
+
+
 def test_token_is_needed_for_all_but_health_and_a_large_body_is_refused() -> None:
     with fronted("s3cret", max_request_bytes=1000) as address:
         headers = {"Authorization": "Bearer s3cret"}
@@ -331,6 +382,35 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
         ServingError, match=r"gateway\.certificate_file: .*none.pem: the file does not exist"
     ):
         open_socket(GatewayConfig(port=0, **files))
+
+
+def test_limit_of_open_files_is_raised_or_a_warning_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits, needed = [512, -1], 4096 + 512 + 8 + 512  # connections, and other files; -1: no limit
+
+    def set_limit(kind: int, values: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_NOFILE
+        limits[:] = values
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    config = GatewayConfig(port=0)
+    for soft, hard in ((1024, -1), (1024, needed), (needed + 1, needed + 1), (-1, -1)):
+        limits[:] = soft, hard
+        open_socket(config).close()
+        assert limits == [needed if soft == 1024 else soft, hard]
+    assert capsys.readouterr().out == ""
+    limits[:] = 1024, 4096
+    open_socket(config).close()
+    assert limits == [4096, 4096]
+    warning = capsys.readouterr().out
+    assert "4096 connections need 5128 open files, but this process may have only 4096" in warning
+    assert "LimitNOFILE= of systemd" in warning
+    limits[:] = 1024, 4096
+    (fitting,) = re.findall(r"set at most (\d+) connections", warning)
+    open_socket(GatewayConfig(port=0, max_open_connections=int(fitting))).close()
+    assert capsys.readouterr().out == ""
 
 
 def test_ready_file_that_cannot_be_written_is_told_with_the_port_and_leaves_it_free(

@@ -22,6 +22,7 @@ _PAUSE_S = 0.5
 _STOP_S = 30.0
 # HTTP statuses with which a proxy or server reports that the server is gone or overloaded.
 _UNAVAILABLE = (429, 502, 503, 504)
+_REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = ("transport_unreachable", "provider_unavailable")
 _SHOWN_CHARACTERS = 2000  # limit for an answer that an error message quotes
 
@@ -101,8 +102,14 @@ class RewardServers:
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             )
         try:
-            async with self._session.post(f"{url}/verify", json=rollout) as answer:
-                return _read_answer(name, answer.status, await answer.text())
+            # A redirected POST would become a GET, and its error would mislead.
+            async with self._session.post(
+                f"{url}/verify", json=rollout, allow_redirects=False
+            ) as answer:
+                text = await answer.text()
+                if answer.status in _REDIRECTS:
+                    text = f"it redirects to {answer.headers.get('Location')}"
+                return _read_answer(name, answer.status, text)
         except asyncio.TimeoutError as error:
             raise NoRewardError("transport_timeout", f"{name}: no answer in time") from error
         except aiohttp.ClientError as error:
@@ -146,7 +153,8 @@ def _read_answer(name: str, status: int, text: str) -> dict[str, Any]:
     if status >= 500 and status not in _UNAVAILABLE:
         raise FailedServerError(f"{name}: HTTP {status}: {message}")
     kind = "provider_unavailable" if status in _UNAVAILABLE else "verifier_error"
-    hint = "; set server_url to the URL of nemo-aligner serve" if status == 404 else ""
+    is_other_url = status == 404 or status in _REDIRECTS
+    hint = "; set server_url to the URL of nemo-aligner serve" if is_other_url else ""
     raise NoRewardError(kind, f"{name}: HTTP {status}: {message}{hint}")
 
 
