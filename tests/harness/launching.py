@@ -135,9 +135,9 @@ class PreparedRank:
 class Prepared:
     """Prepared processes, one for each rank, made when first needed and reused.
 
-    This saves two seconds of CPU time per rank and torchrun's own process. A script runs in a fork
-    of a single-threaded process that has imported other packages but none of ours. Each rank has
-    its own hash seed, as under torchrun, so the order of a set differs between ranks.
+    This saves three seconds of CPU time per rank and torchrun's own process. A script runs in a
+    fork of a single-threaded process that has imported this package and others. Each rank has its
+    own hash seed, as under torchrun, so the order of a set differs between ranks.
     """
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ def _environments(environment: dict[str, str], processes: int) -> list[dict[str,
 def _read_by_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that no library reads when it is imported.
 
-    A prepared process has imported nothing of ours, and its fork gets the whole environment. It
+    No module of ours reads one when it is imported, and the fork gets the whole environment. It
     forgets TMPDIR. The test's name changes, and the last three are for servers.
     """
     others = (

@@ -3,8 +3,9 @@
 ``python tests/harness/prepared_process.py`` is one rank. It reads jobs from stdin, one line of JSON
 each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
 another when the script has ended; several may run at once. When stdin closes, the process ends and
-kills the scripts that still run. It imports nothing of this package, so that every script starts
-from the same state, and it has a single thread when it forks.
+kills the scripts that still run. It has a single thread when it forks.
+
+It imports this package, too. What an import sets in ``os.environ`` is for a GPU, and forks lack it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ LIBRARIES = (
     "torch.utils.tensorboard", "transformers", "transformers.models.auto.tokenization_auto",
     "lightning.pytorch.loggers", "aiohttp", "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
+# Modules that import nearly all others of the package, and megatron-core.
+OURS = (
+    "nemo_aligner.cli.main",
+    "nemo_aligner.training.run",
+    "nemo_aligner.evaluation.run",
+    "nemo_aligner.serving.run",
+)
 
 
 def main() -> dict[str, Any] | None:
@@ -62,8 +70,8 @@ def main() -> dict[str, Any] | None:
 
 
 def import_libraries() -> None:
-    """Import the installed ones of ``LIBRARIES``, so that forks need not."""
-    for name in LIBRARIES:
+    """Import the installed ones of ``LIBRARIES``, then this package, so that forks need not."""
+    for name in (*LIBRARIES, *OURS):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
 

@@ -28,8 +28,11 @@ if what == "tell":
     print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get("TOLD"), __name__]))
 if what == "temporary":
     print(tempfile.gettempdir())
-if what == "ours":
-    print([name for name in sys.modules if name.startswith(("nemo_aligner", "megatron"))])
+if what == "remembered":
+    ours = [module for name, module in sys.modules.items() if name.startswith("nemo_aligner")]
+    caches = [(name, kept) for module in ours for name, kept in vars(module).items()
+              if hasattr(kept, "cache_info") and kept.__module__ == module.__name__]
+    print(len(ours), len(caches), [name for name, kept in caches if kept.cache_info().currsize])
 if what == "hash":
     here = hash("a")
     below = subprocess.run([sys.executable, "-c", "print(hash('a'))"], stdout=subprocess.PIPE)
@@ -152,8 +155,11 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
     assert "the end" in tiny.run_script(script, "tell").stdout
 
 
-def test_nothing_of_ours_is_imported_before_a_script_is(script: str) -> None:
-    assert tiny.run_script(script, "ours").stdout.splitlines()[0] == "[]"
+def test_our_modules_are_imported_before_a_script_is_but_have_cached_nothing(script: str) -> None:
+    modules, caches, *filled = tiny.run_script(script, "remembered").stdout.split(maxsplit=2)
+    assert int(modules) > 150
+    assert int(caches) > 20
+    assert filled[0].splitlines()[0] == "[]"
 
 
 def test_what_a_launch_puts_into_this_process_reaches_no_script(
