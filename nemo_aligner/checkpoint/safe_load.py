@@ -61,13 +61,17 @@ def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
     return _check_mapping(content, name)
 
 
-def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds one object; ``read_yaml`` explains the arguments.
+def read_json(
+    path: Path, name: str | None = None, max_bytes: int = MAX_TEXT_BYTES
+) -> dict[str, Any]:
+    """Read a JSON file of at most ``max_bytes`` that holds one object.
+
+    ``read_yaml`` explains the other arguments.
 
     Raises:
         CheckpointError: the file is missing or too large, or holds no valid JSON object.
     """
-    return parse_json(read_text(path, name), name or str(path))
+    return parse_json(read_text(path, name, max_bytes), name or str(path))
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     return _check_mapping(content, name)
 
 
-def read_text(path: Path, name: str | None = None) -> str:
+def read_text(path: Path, name: str | None = None, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Read a small UTF-8 file; ``name`` is its name in errors, by default its path.
 
     Raises:
@@ -95,9 +99,9 @@ def read_text(path: Path, name: str | None = None) -> str:
     name = name or str(path)
     if not path.is_file():
         raise CheckpointError(f"{name}: no such file")
-    if path.stat().st_size > MAX_TEXT_BYTES:
+    if path.stat().st_size > max_bytes:
         raise CheckpointError(
-            f"{name}: got {path.stat().st_size} bytes, wanted at most {MAX_TEXT_BYTES}"
+            f"{name}: got {path.stat().st_size} bytes, wanted at most {max_bytes}"
         )
     try:
         return path.read_text(encoding="utf-8")

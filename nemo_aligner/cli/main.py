@@ -50,7 +50,7 @@ _EXTRAS = {
 
 
 def run_verb(run: Run, options: argparse.Namespace) -> int:
-    """Run a verb, and return its exit code: 1 after an error.
+    """Run a verb, and return its exit code: 1 after an error, 130 after Ctrl-C.
 
     If there are several ranks, only one of them prints the error. With ``--debug`` it also prints
     the traceback, and a server logs the traceback of every rejected request.
@@ -62,10 +62,22 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
     try:
         with _errors_name_flags(options):
             return run(options)
-    except BrokenPipeError:
-        raise
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        return _end_early(error)
     except Exception as error:
         return report(error, _format_traceback if options.debug else _describe_for_user)
+
+
+def _end_early(error: KeyboardInterrupt | OSError) -> int:
+    """Return the exit code after Ctrl-C, or after an error of writing the output."""
+    if isinstance(error, KeyboardInterrupt):
+        if is_first_rank():
+            print("interrupted", file=sys.stderr)
+        return 130
+    # Python flushes stdout again at exit, which would also fail, so stdout is replaced.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    # A broken pipe: the reader of the output, such as ``head``, has closed it.
+    return 1 if isinstance(error, BrokenPipeError) else report(error, _describe_for_user)
 
 
 def _describe_for_user(error: Exception) -> str:
@@ -210,15 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # at Python's exit an error would be told without what to do
-    except KeyboardInterrupt:
-        if is_first_rank():
-            print("interrupted", file=sys.stderr)
-        return 130
-    except OSError as error:
-        # Python flushes stdout again at exit, which would also fail, so stdout is replaced.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-        # A broken pipe: the reader of the output, such as ``head``, has closed it.
-        return 1 if isinstance(error, BrokenPipeError) else report(error, _describe_for_user)
+    except (KeyboardInterrupt, OSError) as error:
+        return _end_early(error)
 
 
 def _run_command(arguments: list[str]) -> int:

@@ -37,10 +37,10 @@ class EvaluateDataConfig:
         None, "file with a system prompt for conversations that have none"
     )
     prompt_file: str | None = setting(
-        None, "file with text around the last user turn, which is {}; write braces {{ }}"
+        None, "file with text around the last user turn, {}; braces are {{ and }}"
     )
     input_template: str | None = setting(
-        None, "score raw text: this string with the prompt as {}, braces as {{ }}, and the reply"
+        None, "score raw text: this string, with the prompt as {}, and the reply"
     )
     loss_mask_val: float = setting(-100.0, "number that marks a missing label, like null")
     neutral_label: float | None = setting(

@@ -98,10 +98,10 @@ class DataConfig:
         None, "file with a system prompt for conversations that have none"
     )
     prompt_file: str | None = setting(
-        None, "file with text around the last user turn, which is {}; write braces {{ }}"
+        None, "file with text around the last user turn, {}; braces are {{ and }}"
     )
     input_template: str | None = setting(
-        None, "score raw text: this string with the prompt as {}, braces as {{ }}, and the reply"
+        None, "score raw text: this string, with the prompt as {}, and the reply"
     )
     seq_length: int | None = setting(
         None, "maximum tokens of a sample; null: of the initial reward model, else 1024"

@@ -20,7 +20,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import DataError, short, shown
 
 _CONFIG = "tokenizer_config.json"
-_SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
+_SPECIAL, ADDED_NAME = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
 # Keys whose tokens are added to the tokenizer. ``pad_token`` is left out, because no text contains
 # it, and the model may have no embedding for it.
@@ -49,6 +49,22 @@ def load_hf_tokenizer(folder: str | Path, location: str | None = None) -> Tokeni
     return tokenizer.with_tokens(missing) if missing else tokenizer
 
 
+def without_surplus_tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, list[str]]:
+    """Remove added tokens that no sample contains and for which a model has no embedding.
+
+    Published tokenizers have such tokens: one for images next to a text decoder (Gemma 3 1B), or a
+    padding token that was added without resizing the embedding (Llama 2).
+
+    Args:
+        vocab_size: number of embeddings of the model.
+
+    Returns:
+        The tokenizer, the same one if it has no such token, and the texts of the removed tokens.
+    """
+    names = tokenizer.surplus_tokens(vocab_size)
+    return (tokenizer.without_tokens(names) if names else tokenizer), names
+
+
 def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list[AddedToken]:
     """List the declared tokens that ``tokenizer.json`` lacks, or has with other matching rules.
 
@@ -73,10 +89,10 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
     else:
         # Older folders declare tokens in special_tokens_map.json and added_tokens.json.
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
-        ids = _read_json_object(folder, name, _ADDED)
+        ids = _read_json_object(folder, name, ADDED_NAME)
         if not all(type(token_id) is int for token_id in ids.values()):
             raise DataError(
-                f"{name}/{_ADDED}: got {shown(ids)}, wanted an object that maps tokens to ids"
+                f"{name}/{ADDED_NAME}: got {shown(ids)}, wanted an object that maps tokens to ids"
             )
         missing = [AddedToken(token) for token in sorted(ids, key=lambda token: ids[token])]
         missing = [token for token in missing if token.content not in names]

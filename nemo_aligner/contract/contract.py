@@ -17,7 +17,8 @@ begin with it, and ``add_eos`` puts EOS behind a text that does not end with it.
 base that is a reward model, else by the tokenizer's default for raw texts.
 
 A model with a reward token (``reward_token_id``) gets it appended to every text that does not end
-with it.
+with it. A model whose class takes the token at the end of a sample for padding
+(``trailing_pad_id``) is read before it: such tokens are removed from the end of every sample.
 
 A model with a reward for each turn or step reads these rewards by the rules of ``steps.py``. The
 reward of a sample is the last of them or, if ``aggregate`` is set, all of them combined.
@@ -42,6 +43,7 @@ import numpy as np
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.contract.bulk_encoding import TextIds, WrittenText, encode_records
+from nemo_aligner.contract.completion import complete_ids, without_trailing_pad
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY, SCORE, Readout
@@ -73,6 +75,7 @@ _LATER = (
     "aggregate",
     "principle_template",
     "base_precision",
+    "trailing_pad_id",
 )
 
 
@@ -131,6 +134,8 @@ class ScoringContract:
             None takes the reward of the last turn or step.
         principle_template: text about a sample's principle (``principles.py``); None rejects them.
         base_precision: a ``BasePrecision`` value, that of the weights under LoRA; None if dense.
+        trailing_pad_id: token that is removed from the end of every sample, however often it is
+            there; None removes nothing.
     """
 
     template: str
@@ -159,6 +164,7 @@ class ScoringContract:
     aggregate: str | None = None
     principle_template: str | None = None
     base_precision: str | None = None
+    trailing_pad_id: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -392,7 +398,8 @@ class ScoringContract:
             return None
         bounds = tokenizer.bounds
         if self.overlong != Overlong.truncate_left.value:
-            max_bytes, num_bytes = bounds.most_bytes(self.seq_length), len(rendered.encode())
+            max_bytes = bounds.most_bytes(self.seq_length)
+            num_bytes = len(self._without_pad_text(tokenizer, rendered).encode())
             if max_bytes is not None and num_bytes > max_bytes:
                 raise OverlongError(
                     f"got a text of {num_bytes} bytes, wanted at most {self.seq_length} tokens, "
@@ -400,7 +407,7 @@ class ScoringContract:
                 )
             return None
         ids = bounds.encode_end(tokenizer.encode, rendered, self.seq_length + 1)
-        if ids is None:
+        if ids is None or len(without_trailing_pad(self, ids)) <= self.seq_length:
             return None
         # The text may begin with BOS tokens, and at most two of them are encoded: ``_complete``
         # rejects a sample with two, and ``fit`` keeps a single one.
@@ -408,6 +415,13 @@ class ScoringContract:
         if bos and tokenizer.encode(bos) == [self.bos_id]:
             bos_count = rendered.startswith(bos) + rendered.startswith(2 * bos)
         return self.fit(self._complete(tokenizer.encode(bos * bos_count) + ids, text))
+
+    def _without_pad_text(self, tokenizer: Tokenizer, rendered: str) -> str:
+        """Remove the text of ``trailing_pad_id`` from the end, because its ids will be removed."""
+        pad = "" if self.trailing_pad_id is None else tokenizer.decode([self.trailing_pad_id])
+        while pad and rendered.endswith(pad):
+            rendered = rendered.removesuffix(pad)
+        return rendered
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
         """Turn many samples into token ids, without truncation: callers pass these to ``fit``."""
@@ -578,23 +592,5 @@ class ScoringContract:
         return WrittenText(rendered, None if isinstance(text, str) else reply_of(text))
 
     def _complete(self, ids: list[int], text: Text, ends: bool = True) -> list[int]:
-        """Add BOS, EOS and the reward token to ``ids`` where the contract says so.
-
-        Args:
-            ends: whether to add EOS and the reward token.
-
-        Raises:
-            DataError: the sample is empty, or begins with BOS twice.
-        """
-        if isinstance(text, str):
-            if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-                ids = [self.bos_id, *ids]
-            if ends and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
-                ids = [*ids, self.eos_id]
-        if not ids:
-            raise DataError("the text has no tokens: it is empty")
-        if ends and self.reward_token_id is not None and ids[-1] != self.reward_token_id:
-            ids = [*ids, self.reward_token_id]
-        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
-            raise DataError("the text begins with BOS twice; write it once, or not at all")
-        return ids
+        """Complete the ids of ``text`` (``complete_ids``)."""
+        return complete_ids(self, ids, is_raw=isinstance(text, str), ends=ends)

@@ -52,6 +52,20 @@ def check_fields(contract: Any) -> None:
             f"wanted scored_position {ScoredPosition.last_token.value} and a chat template: the "
             "reward for a principle is read behind the question that follows the reply"
         )
+    if contract.trailing_pad_id is not None and not reads_last:
+        raise DataError(
+            f"scoring contract: trailing_pad_id: got {contract.trailing_pad_id} with "
+            f"scored_position {contract.scored_position}, wanted null: it moves the last token, "
+            f"and only {ScoredPosition.last_token.value} reads no other"
+        )
+    if (
+        contract.trailing_pad_id is not None
+        and contract.trailing_pad_id == contract.reward_token_id
+    ):
+        raise DataError(
+            f"scoring contract: trailing_pad_id: got {contract.trailing_pad_id}, wanted another "
+            "token than reward_token_id, which is appended to be read"
+        )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
         raise DataError(
@@ -156,6 +170,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a JSON object that is not empty, or null",
     ),
     "reward_token_id": _ID,
+    "trailing_pad_id": _ID,
     "step_separator": (
         lambda value: value is None or (is_text(value) and 0 < len(value) <= _MAX_SEPARATOR),
         f"a string of 1 to {_MAX_SEPARATOR} characters, or null",

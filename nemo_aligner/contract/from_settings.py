@@ -80,15 +80,28 @@ def build_contract(
         step_separator=_choose_step_separator(data, reads, start),
         principle_template=_choose_principle_template(data, reads, template, start),
         base_precision=_base_precision(config),
+        trailing_pad_id=_choose_trailing_pad(reads, start),
     )
+    _check_template(contract, data.template or "tokenizer", tokenizer)
+    return _check_principle(contract, tokenizer)
+
+
+def _check_template(contract: ScoringContract, name: str, tokenizer: Tokenizer) -> None:
+    """Check the chat template; without one, there may be no template variables."""
+    kwargs = contract.template_kwargs
     if contract.template:
-        check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
+        check_template(contract.template, name, tokenizer, kwargs)
     elif kwargs:
         raise ConfigError(
             "model.data.chat_template_kwargs: got template variables, but there is no chat "
             "template. Set model.data.template, or omit them"
         )
-    return _check_principle(contract, tokenizer)
+
+
+def _choose_trailing_pad(reads: ScoredPosition, start: ScoringContract | None) -> int | None:
+    """Return ``trailing_pad_id`` of ``start``, for the only reading that can have one."""
+    is_last = reads is ScoredPosition.last_token
+    return start.trailing_pad_id if start is not None and is_last else None
 
 
 def _base_precision(config: ModelConfig) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nemo_aligner.contract.completion import without_trailing_pad
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -28,19 +29,24 @@ class TextEncoder:
         self._check_ids(encoded.token_ids)
         return encoded
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Check a sequence of token ids that a client has sent.
+    def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
+        """Turn token ids that a client has sent into the ids to score.
+
+        They are scored as they are, but without the contract's ``trailing_pad_id`` at the end.
 
         Raises:
-            DataError: its length or an id is out of range, or the model aggregates over steps,
-                which cannot be found in token ids.
+            DataError: their number or an id is out of range, no other token than
+                ``trailing_pad_id`` is there, or the model aggregates over steps, which cannot be
+                found in token ids.
         """
         if self.contract.aggregate is not None:
             raise DataError(
                 f"got token ids, but the reward of a sample is the {self.contract.aggregate} over "
                 "its steps, which cannot be found in token ids. Send the text or the conversation"
             )
-        self._check_ids(token_ids)
+        remaining_ids = without_trailing_pad(self.contract, token_ids)
+        self._check_ids(remaining_ids)
+        return EncodedText(remaining_ids, False)
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         if not 1 <= len(token_ids) <= self.contract.seq_length:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,32 @@ class Tokenizer:
         content = backend.to_str(pretty=True).encode("utf-8")
         return Tokenizer({**self._files, _JSON: content}, self._location)
 
+    def without_tokens(self, names: Collection[str]) -> Tokenizer:
+        """Return a copy in whose files no added token has one of these texts."""
+        files = dict(self._files)
+        content = json.loads(files[_JSON])
+        added = content.get("added_tokens") or []
+        content["added_tokens"] = [token for token in added if token["content"] not in names]
+        changed = {_JSON: content}
+        for name in (_CONFIG, _SPECIAL):
+            if name in files:
+                changed[name] = _without_entries(json.loads(files[name]), names)
+        files |= {
+            name: json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8")
+            for name, content in changed.items()
+        }
+        return Tokenizer(files, self._location)
+
+    def surplus_tokens(self, vocab_size: int) -> list[str]:
+        """List the added tokens whose ids are ``vocab_size`` or more, by id.
+
+        Tokens that samples contain are left out: BOS, EOS, and those in the chat template.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        texts = (self.bos_token, self.eos_token, self.chat_template or "")
+        names = [added[token_id].content for token_id in sorted(added) if token_id >= vocab_size]
+        return [name for name in names if not any(name in text for text in texts)]
+
     def added_tokens(self, texts: Iterable[str]) -> list[tokenizers.AddedToken]:
         """Return the added tokens, special or not, that occur in ``texts``."""
         added = self._backend.get_added_tokens_decoder()
@@ -278,6 +304,23 @@ class Tokenizer:
         target.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             (target / name).write_bytes(content)
+
+
+def _without_entries(value: Any, names: Collection[str]) -> Any:
+    """Return JSON values without the entries that are, or describe, a token with one of ``names``.
+
+    Both forms of an entry are removed, at any depth: the text, and an object with its ``content``.
+    """
+
+    def is_kept(entry: Any) -> bool:
+        token = entry.get("content") if isinstance(entry, dict) else entry
+        return not (isinstance(token, str) and token in names)
+
+    if isinstance(value, dict):
+        return {k: _without_entries(v, names) for k, v in value.items() if is_kept(v)}
+    if isinstance(value, list):
+        return [_without_entries(entry, names) for entry in value if is_kept(entry)]
+    return value
 
 
 def load_tokenizer(folder: str | Path, location: str | None = None) -> Tokenizer:

@@ -306,8 +306,8 @@ def write_conversation(
     if question is None:
         text = render(template, adapted, bos, eos, kwargs)
     else:
-        asked = ask_after_reply(adapted, question)
-        text = render(template, asked, bos, eos, kwargs, for_answer=True)
+        with_question = ask_after_reply(adapted, question)
+        text = render(template, with_question, bos, eos, kwargs, for_answer=True)
         check_question_rendered(question, text)
     check_rendered(conversation, text)
     return text

@@ -58,6 +58,7 @@ _DECIDE_IDS = (
     "tokenizer_fingerprint",
     "reward_token_id",
     "principle_template",
+    "trailing_pad_id",
 )
 _DECIDE_STEPS = ("scored_position", "step_separator")
 # A file that is written twice within one tick of its file system's clock keeps the same times. The

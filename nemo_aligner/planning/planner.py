@@ -1,7 +1,7 @@
 """Search for the fastest parallel layouts that fit into memory, for ``nemo-aligner plan``.
 
-``PlanRequest`` holds the options of the command, and ``Planner`` searches. ``preset`` knows the
-shapes of common models, and the ``render_*`` functions render the tables that the command prints.
+``PlanRequest`` holds the options of the command, and ``Planner`` searches. The ``render_*``
+functions render the tables that the command prints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
-from nemo_aligner.planning.step_time import Machine, StepTime, step_time
+from nemo_aligner.planning.step_time import Machine, StepTime, peak_flops, step_time
 from nemo_aligner.utils.errors import ConfigError
 
 # Context parallelism gives each rank two chunks of a sequence. Layouts whose chunks have fewer
@@ -180,6 +180,7 @@ class Planner:
         """
         try:
             self.shape.check_fits(tp, pp)
+            check_quantizable(self.shape, tp)
         except ConfigError:
             return
         if not 1 <= dp <= self.batch:  # training rejects a data parallel rank without a pair
@@ -248,7 +249,7 @@ class PlanRequest:
         gpu_memory: memory of a GPU, in GiB.
         reserve: GiB of ``gpu_memory`` that stay free for CUDA, NCCL and fragmentation.
         global_batch_tokens: size of a batch in tokens; overrides ``global_batch_size``.
-        tflops: peak TFLOP/s of a GPU.
+        tflops: peak TFLOP/s of a GPU; None means that of an H100 in ``precision``.
         memory_bandwidth, intra_node, inter_node, host: GB/s per GPU of its own memory, to other
             GPUs in the node, to other nodes, and to host memory.
         mfu: fraction of ``tflops`` that a step's computation reaches; None uses measured fractions
@@ -268,7 +269,7 @@ class PlanRequest:
     cpu_offload: bool = False
     activations_offload: bool = False
     recompute: str = "auto"
-    tflops: float = 989
+    tflops: float | None = None
     memory_bandwidth: float = 3350
     mfu: float | None = None
     intra_node: float = 450
@@ -293,6 +294,11 @@ class PlanRequest:
         lora = LoraShape.from_settings(LoraConfig(self.lora_rank, base_precision=precision))
         shape = replace(shape, lora=lora or shape.lora)
         check_quantizable(shape, 1)
+        if shape.experts is not None and self.precision == Precision.fp16.value:
+            raise ConfigError(
+                "precision: got fp16, but training a mixture-of-experts model in fp16 is untested, "
+                "and training refuses it. Set it to bf16 or fp32"
+            )
         return Planner(
             shape,
             self.machine(),
@@ -310,7 +316,7 @@ class PlanRequest:
     def machine(self) -> Machine:
         """Build the machine from the speeds of this request, in FLOP/s and bytes/s."""
         return Machine(
-            flops=self.tflops * 1e12,
+            flops=self.peak_flops,
             efficiency=self.mfu,
             intra_node=self.intra_node * 1e9,
             inter_node=self.inter_node * 1e9,
@@ -319,12 +325,21 @@ class PlanRequest:
             memory=self.memory_bandwidth * 1e9,
         )
 
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of a GPU: ``tflops`` or, if that is None, an H100's in ``precision``."""
+        if self.tflops is not None:
+            return self.tflops * 1e12
+        default = peak_flops("H100", Precision(self.precision))
+        assert default is not None  # the table has an H100 in every precision
+        return default
+
     def _check(self, shape: ModelShape, pair: int) -> None:
         last, reserve = shape.num_layers - 1, self.reserve
         budget = self.micro_batch_tokens or pair
         above_zero = "a number above 0"
         checks = [
-            ("tflops", self.tflops > 0, above_zero),
+            ("tflops", self.tflops is None or self.tflops > 0, above_zero),
             ("memory_bandwidth", self.memory_bandwidth > 0, above_zero),
             ("mfu", self.mfu is None or 0 < self.mfu <= 1, "more than 0, at most 1"),
             ("intra_node", self.intra_node > 0, above_zero),
@@ -340,44 +355,6 @@ class PlanRequest:
         for name, is_valid, allowed in checks:
             if not is_valid:
                 raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {allowed}")
-
-
-# Shapes of well-known models, so that ``plan`` needs no checkpoint.
-
-# name, layers, hidden size, MLP width, heads, query groups, channels of a head, vocabulary size
-_SHAPES = {
-    "1B": ("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 64, 128256),
-    "3B": ("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128, 128256),
-    "7B": ("Llama 2 7B", 32, 4096, 11008, 32, 32, 128, 32000),
-    "8B": ("Llama 3 8B", 32, 4096, 14336, 32, 8, 128, 128256),
-    "13B": ("Llama 2 13B", 40, 5120, 13824, 40, 40, 128, 32000),
-    "70B": ("Llama 3 70B", 80, 8192, 28672, 64, 8, 128, 128256),
-    "405B": ("Llama 3 405B", 126, 16384, 53248, 128, 8, 128, 128256),
-}
-PRESETS = tuple(_SHAPES)
-
-
-def preset(params: str) -> tuple[ModelShape, str]:
-    """Return the shape and the name of a Llama model by its size, such as ``8B``.
-
-    Raises:
-        ConfigError: ``params`` is none of ``PRESETS``.
-    """
-    presets = {size.lower(): values for size, values in _SHAPES.items()}
-    if params.lower() not in presets:
-        raise ConfigError(f"params: got {params}, wanted one of {', '.join(PRESETS)}")
-    name, layers, hidden, ffn, heads, groups, channels, vocabulary = presets[params.lower()]
-    config = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": channels,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 8192,
-    }
-    return ModelShape.from_config(config), name
 
 
 # The output of ``nemo-aligner plan``: assumptions, and the layouts that fit or why none fits.
@@ -397,8 +374,8 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
         f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
         f"{planner.budget} tokens\n"
         f"A GPU: {request.gpu_memory:g} GiB, of which {request.reserve:g} are left free; "
-        f"assumed: {request.tflops:g} TFLOP/s{reached}, {request.memory_bandwidth:g} GB/s of "
-        "memory, "
+        f"assumed: {request.peak_flops / 1e12:g} TFLOP/s{reached}, "
+        f"{request.memory_bandwidth:g} GB/s of memory, "
         f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
         f"{request.inter_node:g} GB/s beyond\n"
         f"{_describe_prefix_cache(shape, planner.precision)}"

@@ -288,9 +288,9 @@ class Intake:
         )
 
     def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
-        self._encoder.check_tokens(token_ids)
+        encoded = self._encoder.encode_tokens(token_ids)
         # In token ids, it is unknown where the reply begins, so all of them count as the reply.
-        return EncodedText(token_ids, False), len(token_ids)
+        return encoded, len(encoded.token_ids)
 
     def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
         text = self._encoder.encode(sample)

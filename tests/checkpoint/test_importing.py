@@ -108,6 +108,18 @@ def test_import_says_whose_vocabulary_it_takes(theirs: Theirs, tmp_path: Path) -
         assert f"vocabulary of {expected}" in summary
 
 
+def test_import_removes_added_tokens_without_an_embedding(theirs: Theirs, tmp_path: Path) -> None:
+    """Llama 2's tokenizers often have a pad token that was added without resizing the model."""
+    rows = tiny.SHAPE["vocab_size"]
+    source = theirs(nemo1, "padless", override_vocab_size=rows)
+    tokenizer = source / f"{foreign.HEX}_tokenizer"
+    (tokenizer / "added_tokens.json").write_text(f'{{"<pad>": {rows}}}')
+    summary = import_nemo(source, tmp_path / "ours.nemo")
+    assert "without <pad>, tokens that have no embedding" in summary
+    with open_nemo(tmp_path / "ours.nemo", with_weights=False) as folder:
+        assert folder.load_tokenizer().vocab_size == rows
+
+
 def test_import_with_a_tokenizer_of_the_hub(
     hub: Callable[..., Any],
     theirs: Theirs,

@@ -15,9 +15,11 @@ from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringCo
 from nemo_aligner.contract.fields import MAX_TEMPLATE
 from nemo_aligner.contract.from_settings import build_contract, check_expected
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from tests.contract.refusals import assert_refused
+from tests.harness import tiny
 from tests.harness.contracts import Contracts
 
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat sings"}]
@@ -57,7 +59,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
         "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
         "reward_token_id": 3, "principle_template": "Is it {principle}?",
-        "base_precision": "nf4",
+        "base_precision": "nf4", "trailing_pad_id": 2,
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     together: list[dict[str, Any]] = [
@@ -94,6 +96,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     # Contracts of earlier versions lack these fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
     later |= {"step_separator", "aggregate", "principle_template", "base_precision"}
+    later |= {"trailing_pad_id"}
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -121,6 +124,11 @@ def test_contract_that_was_changed_is_refused() -> None:
         ({**content, "readout": one_attribute}, "readout: got 1 attributes, wanted 2"),
         ({**content, "readout": "[1]"}, "readout: got"),
         ({**content, "aggregate": "min"}, "aggregate: got 'min' with scored_position last_token"),
+        (
+            {**content, "trailing_pad_id": 2, "scored_position": "turns"},
+            "trailing_pad_id: got 2 with scored_position turns",
+        ),
+        ({**content, "trailing_pad_id": 2, "reward_token_id": 2}, "another token than reward_"),
     ]
     assert_refused(ScoringContract.from_dict, cases, CheckpointError)
 
@@ -183,6 +191,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "shaping": ("a string or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
     "readout": ("a string or null", (1, HALF_A_PAIR, {"kind": "bins"})),
     "reward_token_id": ("a token's id or null", (-1, 2**31, 1.0, "3", True)),
+    "trailing_pad_id": ("a token's id or null", (-1, 2**31, 1.0, "3", True)),
     "chat_template_kwargs": (
         "a JSON object that is not empty, or null",
         (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),
@@ -290,6 +299,41 @@ def test_bos_twice_is_refused(contracts: Contracts, tokenizer: Tokenizer, tmp_pa
         ConfigError, match=r"model.data.template: .*the template writes BOS .* twice"
     ):
         contracts(template=str(path))
+
+
+def test_trailing_pad_tokens_are_removed_before_a_sample_is_scored(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    """From conversations, raw texts and token ids, also of a sample that is far too long."""
+    end, mark = tokenizer.eos_id, "<|im_end|>"
+    plain = dataclasses.replace(
+        contracts(add_eos=True, seq_length=16, overlong=Overlong.truncate_left),
+        template=tiny.CHATML.replace(f"{mark}\n", mark),
+    )
+    contract = dataclasses.replace(plain, trailing_pad_id=end)
+    assert contract.hash != plain.hash
+    long = " ".join(["the cat sings"] * 400)
+    for text in (CHAT, "the cat", f"the cat{mark}{mark}", long, long + 3 * mark):
+        whole = plain.tokenize(tokenizer, [text])[0]
+        assert whole[-1] == end
+        expected = whole
+        while expected[-1] == end:
+            expected = expected[:-1]
+        assert contract.tokenize(tokenizer, [text]) == [expected]
+        assert [ids.token_ids for ids in contract.tokenize_records(tokenizer, [[text]])[0]] == [
+            expected
+        ]
+        assert contract.encode(tokenizer, text) == contract.fit(expected)
+        assert len(contract.encode(tokenizer, text).token_ids) == min(len(expected), 16)
+        encoder = TextEncoder(dataclasses.replace(contract, seq_length=4000), tokenizer)
+        assert encoder.encode_tokens(whole) == EncodedText(expected, False)
+    strict = dataclasses.replace(contract, overlong="error")
+    assert strict.encode(tokenizer, "the cat" + 500 * mark).token_ids == tokenizer.encode("the cat")
+    with pytest.raises(OverlongError):
+        strict.encode(tokenizer, long + 3 * mark)
+    for encode, sample in ((encoder.encode, 3 * mark), (encoder.encode_tokens, [end, end])):
+        with pytest.raises(DataError, match=f"tokens are {end}, .*no token is left"):
+            encode(sample)  # type: ignore[operator]
 
 
 def test_truncate_left_keeps_the_end_and_a_bos(contracts: Contracts, tokenizer: Tokenizer) -> None:

@@ -74,6 +74,6 @@ def measured(measure: Callable[..., Any], source: RewardSource, records: Sequenc
 
 def score_tokens(scorer: Any, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
     """Rewards ``[N, A]`` of token ids, used unchanged; the contract must accept them."""
-    for token_ids in token_lists:
-        scorer.check_tokens(token_ids)
-    return scorer.score_token_lists([list(token_ids) for token_ids in token_lists])
+    return scorer.score_token_lists(
+        [scorer.encode_tokens(token_ids).token_ids for token_ids in token_lists]
+    )

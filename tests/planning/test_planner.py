@@ -10,7 +10,10 @@ import yaml
 
 from nemo_aligner.cli.main import main
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.planner import PlanRequest
+from nemo_aligner.planning.presets import preset
+from nemo_aligner.utils.errors import ConfigError
 from tests.harness.launching import run_code
 
 CONFIG = {
@@ -120,6 +123,32 @@ def test_the_fewest_gpus_for_experts_are_found_by_expert_parallelism() -> None:
     least = planner.least_gpus()
     assert least is not None
     assert least.num_ranks == min(layout.plan.num_ranks for layout in fitting) == 4
+
+
+def test_plan_has_only_layouts_that_training_accepts(plan: Plan) -> None:
+    """nf4's blocks do not divide the MLP of a 7B on 8 ranks; experts are not trained in fp16."""
+    shape, _ = preset("7B")
+    quantized = {"lora_rank": 16, "base_precision": "nf4", "seq_length": 1024}
+    planner = PlanRequest(gpu_memory=12, reserve=2, **quantized).planner(shape)  # type: ignore[arg-type]
+    layouts = planner.ranked(planner.candidates(8))
+    assert layouts
+    for layout in layouts:
+        check_quantizable(planner.shape, layout.plan.tp)
+    least = PlanRequest(gpu_memory=5, reserve=1, **quantized).planner(shape).least_gpus()  # type: ignore[arg-type]
+    assert least is not None
+    check_quantizable(planner.shape, least.tp)
+    config = {**CONFIG, "max_position_embeddings": 256, "num_moe_experts": 4, "moe_router_topk": 2}
+    experts = ModelShape.from_config({**config, "moe_ffn_hidden_size": 32})
+    with pytest.raises(ConfigError, match=r"precision: got fp16, but .*Set it to bf16 or fp32"):
+        PlanRequest(precision="fp16").planner(experts)
+
+
+def test_plan_assumes_the_peak_of_the_precision(plan: Plan) -> None:
+    """Training in fp32 does not use TF32."""
+    step = ("--params=1B", "--gpus=8", "--top=1")
+    for precision, peak in (("fp32", 67), ("bf16", 989), ("fp16", 989)):
+        assert f"assumed: {peak} TFLOP/s" in plan.shown(*step, f"--precision={precision}")
+    assert "assumed: 156 TFLOP/s" in plan.shown(*step, "--precision=fp32", "--tflops=156")
 
 
 def test_plan_says_what_would_fit_with_what_it_offloads(plan: Plan) -> None:

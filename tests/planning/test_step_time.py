@@ -19,7 +19,7 @@ from nemo_aligner.planning.cost import (
     parameters,
 )
 from nemo_aligner.planning.memory import fullest_stage, offloaded_bytes
-from nemo_aligner.planning.planner import preset
+from nemo_aligner.planning.presets import preset
 from nemo_aligner.planning.step_time import (
     HOST_SECONDS_PER_LAYER,
     UPDATE_SHARE,

@@ -82,11 +82,12 @@ class FakeScorer:
             raise DataError("the text is empty")
         return EncodedText(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
+    def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
         if len(token_ids) > SEQ_LENGTH:
             raise DataError(f"got {len(token_ids)} tokens, wanted at most {SEQ_LENGTH}")
         if min(token_ids) < 0:
             raise DataError(f"got token id {min(token_ids)}, wanted 0 or more")
+        return EncodedText(list(token_ids), False)
 
     def count_reply_tokens(self, texts: Sequence[str | list[dict[str, str]]]) -> list[int]:
         return [len(text if isinstance(text, str) else text[-1]["content"]) for text in texts]

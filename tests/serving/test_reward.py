@@ -456,7 +456,7 @@ def test_service_names_the_row_that_its_scorer_refuses_for_whatever_reason(
     for kind in (ServingError, CheckpointError, DataError):
 
         class Refusing(FakeScorer):
-            def check_tokens(self, token_ids: Sequence[int], kind: type = kind) -> None:
+            def encode_tokens(self, token_ids: Sequence[int], kind: type = kind) -> EncodedText:
                 raise kind("not these")
 
         (answer,) = Service(Refusing(0, 1)).ask(kserve.encode_tokens([[1]]))

@@ -15,23 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.body_with_head import quiet_about_heads
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
     compare,
     compute_reference_logits,
     encode_texts,
-    has_class,
     transformers_logits,
 )
-from nemo_aligner.checkpoint.hf.export import (
-    atomic_folder,
+from nemo_aligner.checkpoint.hf.export import atomic_folder
+from nemo_aligner.checkpoint.hf.exported_tokenizer import (
     choose_pad,
     write_json,
     write_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
-from nemo_aligner.checkpoint.hf.heads import quiet_about_heads
 from nemo_aligner.checkpoint.hf.reward_archive import (
     ExportOptions,
     RewardArchive,
@@ -39,6 +38,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
+from nemo_aligner.checkpoint.hf.transformers_classes import has_class
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
@@ -113,7 +113,8 @@ def _export_adapter(
     texts = encode_texts(contract, loaded.tokenizer)
     logits = compute_reference_logits(loaded.model, texts, layout)
     logits = convert_logits(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(loaded.tokenizer, {text.token_ids[-1] for text in texts})
+    last_ids = {text.token_ids[-1] for text in texts}
+    pad_token, pad_id = choose_pad(loaded.tokenizer, contract, last_ids)
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
             f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "

@@ -15,7 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
+from nemo_aligner.checkpoint.hf.body_with_head import (
+    BodyWithHead,
+    length_dependent_rope,
+    load_with_head,
+    reset_dynamic_rope,
+)
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import (
     SCORE_WITH_BIAS,
-    TOKEN_SUFFIX,
-    BodyWithHead,
     find_head,
     is_of_head,
-    length_dependent_rope,
-    load_with_head,
     reads_steps,
-    reset_dynamic_rope,
 )
-from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
+from nemo_aligner.checkpoint.hf.scored_token import find_skipped_pad
+from nemo_aligner.checkpoint.hf.source import open_source
+from nemo_aligner.checkpoint.hf.transformers_classes import has_class
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.steps import ANSWERS, MARKS, OPEN_ENDED, TURNS
@@ -47,7 +50,7 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import gather_rewards, infer
-from nemo_aligner.utils.errors import CheckpointError, DataError
+from nemo_aligner.utils.errors import CheckpointError, DataError, one_line
 
 TOLERANCE = 1e-4
 _RELATIVE_TOLERANCE = 1e-5  # tolerance relative to a reward, because fp32 rounds large values more
@@ -93,6 +96,8 @@ class CheckedText:
         reads: positions in ``scored`` whose hidden states the head reads: the end of each step or,
             without steps, only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
+        tail: ids that follow ``token_ids`` in the rendered sample, and that transformers has to
+            skip: the contract's ``trailing_pad_id``, as often as it is there.
     """
 
     text: Text
@@ -100,6 +105,7 @@ class CheckedText:
     scored: list[int]
     reads: tuple[int, ...]
     steps: tuple[str, ...] = ()
+    tail: tuple[int, ...] = ()
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
@@ -129,7 +135,9 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
             continue  # without its whole prompt, the marker before the response may be lost
-        yield CheckedText(text, ids, scored, (len(scored) - 1,))
+        (rendered,) = replace(contract, trailing_pad_id=None).tokenize(tokenizer, [text])
+        tail = tuple(rendered[len(ids) :])
+        yield CheckedText(text, ids, scored, (len(scored) - 1,), tail=tail)
 
 
 def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
@@ -193,9 +201,9 @@ def check_folder(
         The largest difference of a logit.
 
     Raises:
-        CheckpointError: transformers cannot load the folder, computes other token ids, or computes
-            logits in fp32 that differ by more than 1e-4 plus 1e-5 of their size, in a batch of one
-            or padded in a batch with a longer sample.
+        CheckpointError: transformers cannot load or run the folder, computes other token ids, or
+            computes logits in fp32 that differ by more than 1e-4 plus 1e-5 of their size, in a
+            batch of one or padded in a batch with a longer sample.
     """
     return compare(*_load_exported(folder), contract, texts, logits)
 
@@ -241,7 +249,9 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     if not (is_linear and has_class(architecture, model_type)):
         head = find_head(source)
         assert head is not None  # the export has just written a head
-        model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
+        pad_id = find_skipped_pad(source, head)
+        model = load_with_head(str(folder), source, head, "auto", pad_id)
+        model = model.to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
     # Load the weights in the files' dtype: transformers then maps the files into memory, and copies
@@ -320,7 +330,7 @@ def check_difference(
 
 def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
     """Raise CheckpointError if transformers' token ids or step positions are not the contract's."""
-    text, expected = checked.text, checked.token_ids
+    text, expected = checked.text, [*checked.token_ids, *checked.tail]
     if not checked.steps:
         ids = _transformers_ids(tokenizer, contract, text)
         if ids != expected:
@@ -416,10 +426,13 @@ def transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]
     # Positions of steps are counted from the left, so padding must be on the right. The last token
     # is found with padding on either side.
     side = {"padding_side": "right"} if has_steps else {}
-    lists = {"input_ids": [text.scored for text in texts]}
+    lists = {"input_ids": [[*text.scored, *text.tail] for text in texts]}
     batch = tokenizer.pad(lists, **side, return_tensors="pt").to(model.device)
-    with torch.no_grad():
-        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    try:
+        with torch.no_grad():
+            output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    except Exception as error:  # third-party code may raise anything
+        raise CheckpointError(f"transformers cannot run the model: {one_line(error)}") from error
     logits = output.logits.float().cpu()
     if not has_steps:
         return list(logits.split(1))
@@ -439,54 +452,6 @@ def _check_logits(
             f"{library_logits[row, column]:.6g}, but this package as {logits[row, column]:.6g}; "
             f"the tolerance is {TOLERANCE}"
         )
-
-
-BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
-
-
-def class_name(model_type: str, suffix: str) -> str:
-    """Return the name of a decoder's class, such as ``LlamaForSequenceClassification``.
-
-    Args:
-        suffix: end of the name, such as ``ForSequenceClassification``. The name begins like that of
-            the decoder's language model class (``Llama`` in ``LlamaForCausalLM``), because vLLM
-            finds the decoder by it. transformers' own name may begin differently: it has
-            ``Gemma3ForCausalLM``, but ``Gemma3TextForSequenceClassification``.
-
-    Raises:
-        CheckpointError: transformers does not know the ``model_type``.
-    """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
-    # Use transformers' mappings, because they include the classes that other packages registered.
-    try:
-        config = CONFIG_MAPPING[model_type]
-        body: Any = MODEL_MAPPING[config]
-    except KeyError as error:
-        raise CheckpointError(f"{model_type}: transformers has no decoder of this type") from error
-    if suffix == BODY_SUFFIX or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return body.__name__.removesuffix(BODY_SUFFIX) + suffix
-    language_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
-    return language_model.__name__.removesuffix(LANGUAGE_MODEL_SUFFIX) + suffix
-
-
-def has_class(architecture: str, model_type: str) -> bool:
-    """Tell if transformers has the reward-model class ``architecture`` for this ``model_type``.
-
-    If it has not, transformers can load only the decoder, and programs must compute the head.
-    """
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    )
-
-    config = CONFIG_MAPPING[model_type]
-    if architecture.endswith(TOKEN_SUFFIX):
-        return config in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    return (
-        architecture.endswith(REWARD_SUFFIX) and config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    )
 
 
 # Checks of models that do not fit into memory: each layer has its weights only while it runs.

@@ -18,17 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_aligner.checkpoint.hf.body_with_head import (
+    length_dependent_rope,
+    load_with_head,
+    reset_dynamic_rope,
+)
 from nemo_aligner.checkpoint.hf.heads import (
     READOUT_KEY,
     REWARD_TOKEN_KEY,
     check_are_rewards,
     find_head,
     is_of_head,
-    length_dependent_rope,
-    load_with_head,
     reads_steps,
-    reset_dynamic_rope,
 )
+from nemo_aligner.checkpoint.hf.scored_token import check_reward_token, find_skipped_pad
 from nemo_aligner.checkpoint.hf.source import (
     REWARD_SUFFIX,
     find_exported_contract,
@@ -415,7 +418,9 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
         if head.rows:
             source.save_tokenizer(Path(scratch) / "tokenizer")
             head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))
-        return load_with_head(name, source, head, dtype)
+        pad_id = find_skipped_pad(source, head)
+        check_reward_token(head, source.config.get(REWARD_TOKEN_KEY))
+        return load_with_head(name, source, head, dtype, pad_id)
 
 
 def _max_tokens(tokenizer: Any, model: Any) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,19 @@ from nemo_aligner.checkpoint.hf.families.base import MTP_LAYERS, ModelFamily, Ru
 from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups
 from nemo_aligner.checkpoint.hf.families.settings import HfSettings
 from nemo_aligner.checkpoint.hf.heads import (
-    REWARD_TOKEN_KEY,
     FoundHead,
     describe_head,
     find_head,
     lacks_output_layer,
-    reads_steps,
     unread_head_tensors,
 )
 from nemo_aligner.checkpoint.hf.labels import count_outputs, read_labels
+from nemo_aligner.checkpoint.hf.new_contract import (
+    ContractOptions,
+    read_or_build_contract,
+    refuse_options,
+)
+from nemo_aligner.checkpoint.hf.scored_token import describe_scored_token
 from nemo_aligner.checkpoint.hf.source import (
     Source,
     check_tensors,
@@ -42,27 +46,17 @@ from nemo_aligner.checkpoint.hf.source import (
     split_fused_experts,
 )
 from nemo_aligner.checkpoint.nemo.archive import scratch_beside
-from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
-from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.config.model import (
-    DataConfig,
-    HeadConfig,
-    ModelConfig,
-    RegressionConfig,
-    ScoredPosition,
-)
+from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.added_tokens import ADDED_NAME, without_surplus_tokens
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.fields import are_numbers
-from nemo_aligner.contract.from_settings import build_contract
-from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import with_head_shape
-from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError, shown
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, short
 
 
 @dataclass(frozen=True)
@@ -127,6 +121,7 @@ def convert_hf_to_nemo(
     attributes: Sequence[str] | None = None,
     step_separator: str | None = None,
     reads: ScoredPosition | None = None,
+    reward_token: str | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -148,6 +143,8 @@ def convert_hf_to_nemo(
             or ``<extra_0>`` for a class that reads steps.
         reads: for one reward per step, the rule that finds the steps; None means ``step_marks``, if
             there is a separator or the class reads steps.
+        reward_token: token that is appended to every sample and at which the head reads, by its
+            text or its id; None means ``reward_token_id`` in ``config.json``, if it is there.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -158,7 +155,9 @@ def convert_hf_to_nemo(
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             opened = open_source(source)
-            options = _ContractOptions(template, seq_length, attributes, step_separator, reads)
+            options = ContractOptions(
+                template, seq_length, attributes, step_separator, reads, reward_token
+            )
             return _convert(opened, Path(output), dtype, tensor_parallel, head, options)
     except AlignerError as error:
         # Errors about files begin with the file's path. Errors about a setting or a tensor do not,
@@ -173,7 +172,7 @@ def _convert(
     dtype: torch.dtype | None,
     tensor_parallel: int,
     choice: str | None,
-    options: _ContractOptions,
+    options: ContractOptions,
 ) -> ConversionSummary:
     family = find_family(source.config.get("model_type"), source.config)
     config = family.to_nemo(source.config)
@@ -183,15 +182,11 @@ def _convert(
     labels = read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
         head = head.at_steps()
-    _refuse_options(source, labels, options)
+    refuse_options(source, labels, options)
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # Tensors that may be there although they are not converted: parts of other heads and, in a
-    # reward model, the output layer. check_tensors rejects all other surplus tensors.
-    dropped = unread_head_tensors(source, head, choice)
-    if head is not None:
-        dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
+    dropped = _list_dropped(family, source, head, choice, expected)
     check_tensors(family, config, expected, source.tensors, dropped)
     zero_groups = _count_zero_groups(ModelShape.from_config(config), tensor_parallel)
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
@@ -199,11 +194,12 @@ def _convert(
     headed_config = with_head_shape(config, None if head is None else head.shape)
     archived = _add_zero_groups({**headed_config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
-        tokenizer = _save_tokenizer(source, scratch / "tokenizer", config["vocab_size"])
+        tokenizer, notes = _save_tokenizer(source, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
         limits = stored.precision, shape.max_position_embeddings
-        contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
+        contract = read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
+            notes += describe_scored_token(source, contract, tokenizer)
             # Only for its error: RoPE may not support the contract's seq_length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
@@ -224,8 +220,26 @@ def _convert(
         head=describe_head(head, dropped, contract),
         contract=contract,
         output=output,
-        notes=source.notes,
+        notes=(*source.notes, *notes),
     )
+
+
+def _list_dropped(
+    family: ModelFamily,
+    source: Source,
+    head: FoundHead | None,
+    choice: str | None,
+    expected: Mapping[str, Any],
+) -> list[str]:
+    """List tensors that may be there although they are not converted.
+
+    They are parts of other heads and, in a reward model, the output layer. ``check_tensors``
+    rejects all other tensors that are not ``expected``.
+    """
+    dropped = unread_head_tensors(source, head, choice)
+    if head is not None:
+        dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
+    return dropped
 
 
 def _without_dropped(family: ModelFamily, source: Source) -> Source:
@@ -303,17 +317,31 @@ def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, A
     }
 
 
-def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> Tokenizer:
+def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> tuple[Tokenizer, list[str]]:
     """Write the source's tokenizer into ``folder``, then load and check it.
 
+    Added tokens for which the model has no embedding are removed: no text of the model has one.
     The check makes the conversion fail, and not a later training run, if the tokenizer is damaged
     or has more tokens than the model's ``vocab_size``.
+
+    Returns:
+        The tokenizer, and notes for the user.
     """
     source.save_tokenizer(folder)
-    tokenizer = load_tokenizer(folder, "tokenizer")
+    tokenizer, notes = load_tokenizer(folder, "tokenizer"), list[str]()
+    if source.contract is None:  # the contract of an export has its tokenizer's fingerprint
+        tokenizer, removed = without_surplus_tokens(tokenizer, vocab_size)
+        if removed:
+            tokenizer.save(folder)
+            # Its tokens are in tokenizer.json, too.
+            (folder / ADDED_NAME).unlink(missing_ok=True)
+            notes.append(
+                f"removed from the tokenizer: {', '.join(map(short, removed))}, because the model "
+                f"has only {vocab_size} embeddings"
+            )
     _ = tokenizer.fingerprint
     tokenizer.check_fits(vocab_size)
-    return tokenizer
+    return tokenizer, notes
 
 
 def _plan_tensors(
@@ -382,178 +410,3 @@ def _list_all(
     tensors: Mapping[str, LazyTensor], layers: Mapping[str, Sequence[LazyTensor]]
 ) -> list[LazyTensor]:
     return [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
-
-
-# The scoring contract of a reward model.
-
-_MAX_DEFAULT_SEQ_LENGTH = 4096
-
-
-class _ContractOptions(NamedTuple):
-    """Options of ``convert_hf_to_nemo`` for a new scoring contract; None means not set.
-
-    Attributes:
-        template: chat template.
-        seq_length: tokens of the longest sample.
-        attributes: names of the rewards.
-        step_separator: text after each step of a response.
-        reads: rule that finds the tokens at which the head reads.
-    """
-
-    template: str | None = None
-    seq_length: int | None = None
-    attributes: Sequence[str] | None = None
-    step_separator: str | None = None
-    reads: ScoredPosition | None = None
-
-    @property
-    def has_steps(self) -> bool:
-        """True if an option asks for one reward per step."""
-        return self.step_separator is not None or self.reads is not None
-
-
-def _refuse_options(source: Source, labels: list[str] | None, options: _ContractOptions) -> None:
-    """Raise CheckpointError if a contract option is set, but no new contract will be built.
-
-    No contract is built for a base model (``labels`` is None), nor for a folder that this package
-    exported, which has a contract already.
-    """
-    builds_contract = labels is not None and source.contract is None
-    if not builds_contract and any(option is not None for option in options):
-        reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
-        raise CheckpointError(
-            f"got options for a new scoring contract, but {reason}. Leave out --template, "
-            "--seq-length, --attributes, --step-separator and --reads"
-        )
-
-
-def _read_or_build_contract(
-    source: Source,
-    labels: list[str] | None,
-    tokenizer: Tokenizer,
-    precision: Precision,
-    longest: int,
-    options: _ContractOptions,
-    head: FoundHead | None,
-) -> ScoringContract | None:
-    """Read the contract of an export of this package, or build a contract for another model.
-
-    Args:
-        labels: names of the rewards; None for a base model. The result is then None, too.
-        precision: precision of the weights in the archive.
-        longest: the model's limit for the tokens of a sample.
-        options: options for a new contract.
-        head: the model's head. If it has two outputs per step but one reward, the contract gets a
-            readout that turns the two logits into the reward.
-    """
-    if labels is None:
-        return None
-    if source.contract is not None:
-        contract = ScoringContract.from_dict(source.contract)
-        # A GGUF file has no tokenizer.json, so the source has rebuilt one. It assigns the same ids
-        # as the one in the archive, but has other bytes, and therefore another fingerprint.
-        if source.remakes_tokenizer:
-            fingerprint = tokenizer.fingerprint
-            contract = replace(contract, tokenizer_fingerprint=fingerprint)
-        # Anybody may have edited the template in the folder, so make sure that it does not loop
-        # forever.
-        contract.check_template_ends(tokenizer)
-        _check_exported_contract(contract, labels, tokenizer.fingerprint)
-        return contract.with_dtype(precision)
-    contract = _build_new_contract(source, labels, tokenizer, precision, longest, options)
-    if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
-        contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
-    is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
-    statistics: list[Any] = [source.config.get(key) for key in ("mean", "std")]
-    if is_ranking and are_numbers(statistics) and statistics[1] > 0:
-        # OpenRLHF stores mean and std in config.json, but normalizes rewards with them only if
-        # --normalize_reward is set.
-        mean, std = statistics
-        contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
-    token_id = source.config.get(REWARD_TOKEN_KEY)
-    if token_id is not None:
-        contract = replace(contract, reward_token_id=token_id)
-        if token_id >= tokenizer.vocab_size:
-            raise CheckpointError(
-                f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token id below the vocabulary size, "
-                f"{tokenizer.vocab_size}"
-            )
-    if options.template is not None and not contract.template:
-        raise CheckpointError(
-            f"template: got {options.template!r}, but the tokenizer has no chat template"
-        )
-    return replace(contract, attributes=tuple(labels))
-
-
-def _build_new_contract(
-    source: Source,
-    labels: list[str],
-    tokenizer: Tokenizer,
-    precision: Precision,
-    longest: int,
-    options: _ContractOptions,
-) -> ScoringContract:
-    has_steps = reads_steps(source) or options.has_steps
-    is_ranking = len(labels) == 1 and not has_steps
-    reads, step_separator = options.reads, options.step_separator
-    if reads is None:
-        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
-    if reads is ScoredPosition.step_marks:
-        step_separator = _choose_separator(tokenizer, step_separator)
-    settings = ModelConfig(
-        reward_model_type=RewardModelType.binary_ranking
-        if is_ranking
-        else RewardModelType.regression,
-        regression=RegressionConfig(attributes=labels),
-        data=DataConfig(
-            template=options.template,
-            seq_length=options.seq_length or min(longest, _MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=step_separator,
-        ),
-        head=HeadConfig(reads=reads),
-    )
-    return build_contract(settings, tokenizer, precision)
-
-
-# The step token of Qwen2.5-Math-PRM.
-_STEP_TOKEN = "<extra_0>"
-
-
-def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
-    """Return the text after each step: the user's option, or Qwen's step token.
-
-    Checkpoints do not store the separator, so without the option it can only be the token
-    ``<extra_0>``.
-
-    Raises:
-        CheckpointError: the option is not set, and the tokenizer does not have the token.
-    """
-    if option is not None:
-        return option
-    try:
-        tokenizer.token_id(_STEP_TOKEN)
-    except DataError as error:
-        raise CheckpointError(
-            f"step_separator: it is not set, and the tokenizer has no {_STEP_TOKEN}. Set it to the "
-            "text after each step, at which the head reads (a line break, if TRL trained the model)"
-        ) from error
-    return _STEP_TOKEN
-
-
-def _check_exported_contract(
-    contract: ScoringContract, labels: Sequence[str], fingerprint: str
-) -> None:
-    """Raise CheckpointError if an export's labels or tokenizer differ from its contract.
-
-    They differ if somebody edited the exported folder. The contract would then describe other
-    rewards than the model computes.
-    """
-    for name, value, expected in (
-        ("config.json: id2label", list(labels), list(contract.attributes)),
-        ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
-    ):
-        if value != expected:
-            raise CheckpointError(
-                f"{name}: got {shown(value)}, but {CONTRACT_NAME} has {shown(expected)}. Use an "
-                "unchanged copy of the exported folder"
-            )

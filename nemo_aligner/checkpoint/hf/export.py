@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,15 +23,16 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
-    BODY_SUFFIX,
-    LANGUAGE_MODEL_SUFFIX,
     CheckedText,
     check_folder,
-    class_name,
     compute_reference_logits,
     encode_texts,
-    has_class,
     load_layers_on_demand,
+)
+from nemo_aligner.checkpoint.hf.exported_tokenizer import (
+    choose_pad,
+    write_json,
+    write_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.heads import (
@@ -56,13 +56,18 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
+from nemo_aligner.checkpoint.hf.transformers_classes import (
+    BODY_SUFFIX,
+    LANGUAGE_MODEL_SUFFIX,
+    class_name,
+    has_class,
+)
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import HEADS, SIGMOID
 from nemo_aligner.contract.steps import MARKS
-from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.console import say, waiting_for
@@ -170,7 +175,7 @@ def _export(
     del loaded  # so that it is not in memory together with transformers' copy
     gc.collect()  # modules form reference cycles, which only gc frees
     logits = convert_logits(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
+    pad_token, pad_id = choose_pad(tokenizer, contract, {text.token_ids[-1] for text in texts})
     architecture = _choose_class(archive, head, contract)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
@@ -207,7 +212,7 @@ def _export(
         largest_difference=_compare_rewards(staging, exported, texts, logits),
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
-        notes=(*notes, *_describe_head(contract, exported, head.form)),
+        notes=(*notes, *_describe_head(contract, exported, head.form), *_warn_of_pad(exported)),
     )
 
 
@@ -313,6 +318,16 @@ def _describe_head(
         yield "WARNING: transformers ignores score.bias; vLLM and this package read it"
 
 
+def _warn_of_pad(contract: ScoringContract) -> Iterator[str]:
+    """Yield a line for the user if samples end with the pad token, which transformers skips."""
+    if contract.trailing_pad_id is not None:
+        yield (
+            f"WARNING: samples end with the pad token (id {contract.trailing_pad_id}), which "
+            "transformers skips as padding. Programs that read the last token, such as vLLM, need "
+            "samples without it (trailing_pad_id in scoring_contract.json)"
+        )
+
+
 def _write_weights(
     archive: RewardArchive,
     head: Mapping[str, Tensor],
@@ -328,16 +343,7 @@ def _write_weights(
     return writer.finish()
 
 
-# Functions that write the files of a Hugging Face reward model: safetensors shards, config and
-# tokenizer.
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_SPECIAL_TOKENS = "special_tokens_map.json"
-_TEMPLATE = "chat_template.jinja"
-_CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
-_NEW_PAD = "<|pad|>"
-# Patterns of unused special tokens that can serve as the pad token, in order of preference.
-_PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
+# Functions that write the files of a Hugging Face reward model: safetensors shards and config.
 
 
 @contextmanager
@@ -421,96 +427,6 @@ class ShardWriter:
 
     def _path(self, number: int) -> Path:
         return self._folder / f".shard-{number}"
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` to a file as indented JSON."""
-    path.write_text(
-        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
-
-
-def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """Choose a pad token; return its text and its id.
-
-    If no existing token is suitable, the id is the vocabulary size, and the caller adds the token.
-
-    transformers reads the reward at the last token that is not padding, so no sample may end with
-    the pad token. The pad token is neither BOS, nor EOS, nor one of ``last_ids``.
-    """
-    # Prefer a special token that the vocabulary already has: a new token needs a new row in the
-    # embedding.
-    taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
-    specials = {
-        tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.special_ids)
-    }
-    free = [token for token, token_id in specials.items() if token_id not in taken]
-    if tokenizer.pad_token in free:
-        return tokenizer.pad_token, specials[tokenizer.pad_token]
-    for pattern in _PAD_LIKE:
-        for token in free:
-            if re.search(pattern, token, re.IGNORECASE):
-                return token, specials[token]
-    return _NEW_PAD, tokenizer.vocab_size
-
-
-def write_tokenizer(
-    folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
-) -> None:
-    """Write the tokenizer's files, adjusted for transformers: pad token, class and chat template.
-
-    The chat template is the contract's, with the contract's ``chat_template_kwargs`` written into
-    it. If ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
-    """
-    tokenizer.save(folder)
-    changes: dict[str, Any] = {}
-    if tokenizer.pad_token != pad_token:
-        changes["pad_token"] = pad_token
-    if contract.reply_marker is not None:
-        # Clear these lists of special tokens: sentence-transformers miscounts a prompt by one if
-        # its last token is in them.
-        changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
-    template = with_kwargs_inside(contract.template, contract.template_kwargs)
-    if template and contract.reward_token_id is not None:
-        # Let the template append the reward token, at which the head reads, because most programs
-        # do not append it.
-        template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
-    if (tokenizer.chat_template or "") != template:
-        changes["chat_template"] = None
-        (folder / _TEMPLATE).unlink(missing_ok=True)
-        if template:
-            (folder / _TEMPLATE).write_text(template, encoding="utf-8", newline="")
-    config = _read_json(folder / _TOKENIZER_CONFIG)
-    _change_json(folder / _TOKENIZER_CONFIG, {**changes, **_for_transformers_4(config)})
-    if (folder / _SPECIAL_TOKENS).is_file():
-        _change_json(folder / _SPECIAL_TOKENS, changes)
-
-
-def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that transformers 4 needs in a ``tokenizer_config.json`` of version 5.
-
-    Version 5 names a tokenizer class that version 4 does not have. The class in version 4 returns
-    token types, which decoders reject, unless the settings list the model's inputs.
-    """
-    if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
-        return {}
-    inputs = config.get("model_input_names") or ["input_ids", "attention_mask"]
-    return {"tokenizer_class": _CLASS_OF_BOTH, "model_input_names": inputs}
-
-
-def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Apply ``changes`` to the JSON file at ``path``: a value replaces a key's, None removes it.
-
-    A file that would not change is not rewritten.
-    """
-    content = _read_json(path)
-    changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
-    if changed != content:
-        write_json(path, changed)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 # sentence-transformers' CrossEncoder applies a sigmoid to a single output, unless the config has

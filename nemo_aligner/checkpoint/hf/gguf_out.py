@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.check import encode_texts
-from nemo_aligner.checkpoint.hf.export import write_tokenizer
+from nemo_aligner.checkpoint.hf.exported_tokenizer import write_tokenizer
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.hf.gguf import (
     CLASSIFIER,
@@ -121,6 +121,13 @@ class _Writer:
                 f"{source}: it has no scoring contract, so it is no reward model of this package"
             )
         check_last_token(contract, source, _READER)
+        if contract.trailing_pad_id is not None:
+            raise CheckpointError(
+                f"{source}: its samples end with the pad token (trailing_pad_id "
+                f"{contract.trailing_pad_id} in its scoring contract), which is not scored, but "
+                f"{_READER} reads the last token of a sample whatever it is. Export it as a "
+                "Hugging Face folder"
+            )
         check_is_linear(model_shape(folder).head, source, _READER)
         archive = RewardArchive.of(folder)
         gguf = archive.family.gguf

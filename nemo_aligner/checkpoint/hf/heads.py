@@ -1,4 +1,4 @@
-"""Find reward heads in Hugging Face checkpoints, and run them with transformers' decoders.
+"""Find reward heads in Hugging Face checkpoints, and read them.
 
 Published reward models name the layers of their heads in different ways. Each way is a
 ``HeadLayout`` in ``LAYOUTS``. Every head reads the hidden state after the final norm at the last
@@ -7,20 +7,17 @@ which token that is. Some models have no head: their reward is a logit of the ou
 head), or the difference of two logits. A conversion copies the tokens' rows of the output layer
 into an ordinary head.
 
-``convert`` uses this module to find and read a head, ``classifier`` and ``check`` to run it.
+``convert`` uses this module to find and read a head, ``body_with_head`` to run one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
@@ -113,6 +110,8 @@ class FoundHead:
             of models with one reward for each step.
         is_log_odds: the first of two outputs is always 0, and the checkpoint stores only the
             second.
+        untied: for rows of the embedding, to which the config ties the output layer: name of the
+            output layer, if the checkpoint has it nevertheless; else empty.
     """
 
     names: Mapping[str, str]
@@ -123,6 +122,7 @@ class FoundHead:
     rows: tuple[str | int, ...] = ()
     is_difference: bool = False
     is_log_odds: bool = False
+    untied: str = ""
 
     @classmethod
     def of(cls, layout: HeadLayout, source: Source) -> FoundHead:
@@ -167,17 +167,24 @@ class FoundHead:
                     f"{key}: got {shown(value)}. This setting changes the logits after the output "
                     "layer, so rows of the output layer cannot be used as a head of this model"
                 )
-        name = family.untied.hf[0]
+        name, untied = family.untied.hf[0], ""
         if is_tied(family.to_nemo(source.config)):
+            untied = name if name in source.tensors else ""
             name = next(rule.hf[0] for rule in family.model if rule.megatron == EMBEDDING)
         if name not in source.tensors:
             raise CheckpointError(
                 f"{name}: the tensor is missing, but the head is made of its rows"
             )
-        return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
+        description = f"rows of {name}"
+        head = cls({"weight": name}, 1, None, description, source.tensors, tuple(rows))
+        return replace(head, untied=untied)
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
-        """Replace each token in ``rows`` by its id, the index of its row in the output layer."""
+        """Replace each token in ``rows`` by its id, the index of its row in the output layer.
+
+        Raises:
+            CheckpointError: there is no such row, or it is not certain which tensor has it.
+        """
         if not self.rows:
             return self
         name = self.names["weight"]
@@ -186,10 +193,31 @@ class FoundHead:
         for row in ids:
             if row >= count:
                 raise CheckpointError(f"{name}: it has {count} rows, so there is no row {row}")
+        self._check_tied(ids)
         row_texts = [f"row {row} ({tokenizer.decode([row])!r})" for row in ids]
         operator = " minus " if self.outputs == 1 else " against "
         description = f"{name}, {operator.join(row_texts)}"
         return replace(self, rows=tuple(ids), description=description)
+
+    def _check_tied(self, rows: list[int]) -> None:
+        """Raise CheckpointError if a tied output layer is stored, too, with other ``rows``.
+
+        Then training changed the output layer, and the reward depends on which one is read:
+        transformers 5 reads the stored one, earlier versions the embedding.
+        """
+        if not self.untied:
+            return
+        name = self.names["weight"]
+        tied, untied = self.stored[name], self.stored[self.untied]
+        is_same = max(rows) < _count_rows(untied) and torch.equal(
+            tied.read()[rows].float(), untied.read()[rows].float()
+        )
+        if not is_same:
+            raise CheckpointError(
+                f"tie_word_embeddings: got true, but {self.untied} and {name} differ in the rows "
+                f"{', '.join(map(str, rows))} of the head. Set it to false in config.json to read "
+                f"{self.untied}, as transformers 5 does; or remove this tensor to read {name}"
+            )
 
     def at_steps(self) -> FoundHead:
         """Return the head with two outputs per step: the logits of a wrong and of a right step.
@@ -375,6 +403,8 @@ def describe_head(
         reason = " as requested" if dropped else " in the source"
         return f"none{reason}{dropped_text}; training begins with a new one"
     token = "the last token of a sample"
+    if contract is not None and contract.trailing_pad_id is not None:
+        token += f" that is not {contract.trailing_pad_id}"
     if contract is not None and contract.reward_token_id is not None:
         token = f"token {contract.reward_token_id}, which is appended to a sample"
     if contract is not None and contract.has_steps:
@@ -446,108 +476,3 @@ def architecture_in(source: Source) -> str:
     if not isinstance(architectures, list):
         raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
     return str(architectures[0])
-
-
-# A head on top of transformers' decoder.
-
-
-class BodyWithHead(torch.nn.Module):
-    """transformers' decoder with a head for which transformers has no class.
-
-    It can replace transformers' ``ForSequenceClassification``, which reads the last token, or, if
-    ``reads_all``, ``ForTokenClassification``. Padding must be on the right.
-    """
-
-    def __init__(self, body: Any, head: Mapping[str, Tensor], *, reads_all: bool = False) -> None:
-        super().__init__()
-        self.reads_all = reads_all
-        self.body = body
-        self.head = dict(head)
-        if body.config.num_labels != len(head["weight"]):
-            body.config.num_labels = len(head["weight"])
-
-    @property
-    def config(self) -> Any:
-        return self.body.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.body.device
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
-        """Compute the logits at the last token of each sequence, or at all tokens.
-
-        Args:
-            input_ids: ``[S, T]``, padded on the right.
-            attention_mask: ``[S, T]``, 0 for padding.
-
-        Returns:
-            An object whose ``logits`` are float32 ``[S, A]``, or ``[S, T, A]`` if ``reads_all``.
-        """
-        hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        # The number of tokens gives the last position, because padding is on the right.
-        last = attention_mask.sum(dim=1) - 1
-        rows = torch.arange(len(hidden), device=hidden.device)
-        states = (hidden if self.reads_all else hidden[rows, last]).float()
-        head = {name: tensor.to(states.device) for name, tensor in self.head.items()}
-        if "hidden.weight" in head:
-            states = F.linear(states, head["hidden.weight"], head.get("hidden.bias")).relu()
-        return SimpleNamespace(logits=F.linear(states, head["weight"], head.get("bias")))
-
-
-@contextmanager
-def quiet_about_heads() -> Iterator[None]:
-    """Suppress transformers' warning that a class and a checkpoint have different heads.
-
-    The callers load the head themselves, so the warning would mislead users.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def load_with_head(name: str, source: Source, head: FoundHead, dtype: torch.dtype | str) -> Any:
-    """Load a decoder with transformers, and put the head of the same checkpoint on top.
-
-    Args:
-        name: a folder, or a model's name on the hub.
-        source: the opened checkpoint.
-        head: head of ``source``; its ``rows``, if any, must be indices.
-        dtype: dtype of the decoder; the head is fp32.
-    """
-    from transformers import AutoModel
-
-    with quiet_about_heads():
-        body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        raise CheckpointError(f"{name}: weights of the decoder are missing: {missing}")
-    lazy_tensors = head.tensors(body.config.get_text_config().hidden_size)
-    tensors = {head_name: tensor.read() for head_name, tensor in lazy_tensors.items()}
-    return BodyWithHead(body, tensors, reads_all=reads_steps(source))
-
-
-# If RoPE depends on a sequence's length, transformers rotates the whole batch by the length of its
-# longest sequence. With dynamic RoPE, earlier batches matter, too, because the frequencies of the
-# longest sequence so far are kept. So this package defines a sample's reward as that of a newly
-# loaded model in a batch of one.
-
-
-def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
-    """List a model's rotary embeddings that depend on the longest sequence of a batch."""
-    kinds = "dynamic", "longrope"
-    return [module for module in model.modules() if getattr(module, "rope_type", None) in kinds]
-
-
-def reset_dynamic_rope(model: torch.nn.Module) -> None:
-    """Reset dynamic RoPE to its state after loading, so that earlier batches change no reward."""
-    for rotary in length_dependent_rope(model):
-        if rotary.rope_type == "dynamic":
-            rotary.inv_freq = rotary.original_inv_freq.clone()
-            rotary.max_seq_len_cached = rotary.original_max_seq_len

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.body_with_head import length_dependent_rope, reset_dynamic_rope
 from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
     add_special_tokens,
     check_difference,
     compute_in_fp32,
 )
-from nemo_aligner.checkpoint.hf.heads import length_dependent_rope, reset_dynamic_rope
 from nemo_aligner.checkpoint.hf.reward_archive import ExportedHead
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text

@@ -41,6 +41,7 @@ from nemo_aligner.checkpoint.hf.multimodal import (
     is_multimodal,
 )
 from nemo_aligner.checkpoint.hf.quantized.methods import read_format, with_dequantized
+from nemo_aligner.checkpoint.hf.quantized.stored import UnreadableTensor
 from nemo_aligner.checkpoint.hf.tensor_names import without_wrappers
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
@@ -59,6 +60,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
+# Limit of the index, which has a line of about 100 bytes for each tensor. 100 layers with 1,000
+# experts each, more than any published model has, are 300,000 tensors.
+_MAX_INDEX_BYTES = 2**27
 _MAX_NAME_LENGTH = 255  # limit of common file systems; opening a longer name raises OSError
 _DTYPES = safetensors_dtypes()
 
@@ -283,7 +287,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
     Names of files in other folders raise a CheckpointError, because an index from the hub is not
     trusted.
     """
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index}: it has no weight_map, which maps names of tensors to names of files"
@@ -311,21 +315,27 @@ def _list_safetensors(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_headers(path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, LazyTensor]:
-    """Read the header of a safetensors file; return its tensors by name, without their values."""
-    tensors = {}
+    """Read the header of a safetensors file; return its tensors by name, without their values.
+
+    Tensors of other dtypes than ``dtypes`` are ``UnreadableTensor``: the model may not need them.
+    """
+    tensors: dict[str, LazyTensor] = {}
     try:
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  (not a mapping)
                 header = stored.get_slice(name)
                 kind = header.get_dtype()
+                shape = tuple(header.get_shape())
                 if kind not in dtypes:
-                    raise CheckpointError(
+                    tensors[name] = UnreadableTensor.of(
+                        shape,
                         f"{path}: tensor {short(name)}: got the dtype {kind}, wanted one of "
                         f"{', '.join(dtypes)}; quantized weights need a supported "
-                        "quantization_config in config.json"
+                        "quantization_config in config.json",
                     )
+                    continue
                 tensors[name] = LazyTensor(
-                    tuple(header.get_shape()),
+                    shape,
                     dtypes[kind],
                     partial(read_tensor, path, name),
                     partial(read_tensor, path, name),
@@ -480,6 +490,8 @@ def _split_fused(fused: LazyTensor, names: Sequence[str]) -> dict[str, LazyTenso
     def single(number: int) -> LazyTensor:
         expert, part = divmod(number, parts)
         first = part * rows
+        if isinstance(fused, UnreadableTensor):
+            return replace(fused, shape=size)
         return LazyTensor(size, fused.dtype, lambda: read(expert)[first : first + rows].clone())
 
     return {name: single(number) for number, name in enumerate(names)}
@@ -499,19 +511,24 @@ def check_tensors(
         dropped: names of tensors that the checkpoint may have in addition.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape; the message names the
-            first such tensor.
+        CheckpointError: a tensor is missing, unknown, or of another shape, or its values cannot be
+            read; the message names the first such tensor.
     """
+    tied = config["share_embeddings_and_output_weights"]
+    ignored = (*family.unused, *(family.untied.hf if tied else ()))
+    surplus = tensors.keys() - expected.keys() - {*dropped}
+    unknown = sorted(name for name in surplus if not name.endswith(ignored))
+    # Before missing tensors are reported: a tensor in an unsupported dtype may be the stored form
+    # of one of them.
+    for name in sorted(tensors.keys() & {*expected, *unknown}):
+        if isinstance(tensor := tensors[name], UnreadableTensor):
+            raise CheckpointError(tensor.problem)
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of a {family.name} model are missing, the first is "
             f"{missing[0]}"
         )
-    tied = config["share_embeddings_and_output_weights"]
-    ignored = (*family.unused, *(family.untied.hf if tied else ()))
-    surplus = tensors.keys() - expected.keys() - {*dropped}
-    unknown = sorted(name for name in surplus if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors do not belong to a {family.name} model, "

@@ -15,7 +15,7 @@ import shutil
 import socket
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -49,7 +49,7 @@ from nemo_aligner.distributed.collectives import (
     run_on_all,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
-from nemo_aligner.utils.processes import make_temporary, remove_temporary
+from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, sync_to_disk, write_problem
 
 # Opening: an archive is unpacked once per host, and checked before anything in it is used.
@@ -197,8 +197,8 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     if not dist.is_initialized():
         prepared = prepare()
         return prepared, prepared[0]
-    hosts = gather_objects(socket.gethostname())
-    preparing_rank = hosts.index(hosts[dist.get_rank()])
+    places = gather_objects((socket.gethostname(), find_process(os.environ).local_rank))
+    preparing_rank = find_preparing_rank(places, dist.get_rank())
     local: list[_Prepared] = []
 
     def prepare_here() -> Path | None:
@@ -215,6 +215,20 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
         raise
     assert root is not None, "the preparing rank has returned it"
     return (local[0] if local else None), root
+
+
+def find_preparing_rank(places: Sequence[tuple[str, int]], rank: int) -> int:
+    """Return the first rank on the node of ``rank``.
+
+    Args:
+        places: for each rank the name of its host, and its rank on this node.
+    """
+    # Nodes may have equal names, as containers often do. Then a local rank occurs once per node.
+    nodes = [
+        (host, places[:number].count((host, local_rank)))
+        for number, (host, local_rank) in enumerate(places)
+    ]
+    return nodes.index(nodes[rank])
 
 
 # Unpacking, with limits against malicious files.

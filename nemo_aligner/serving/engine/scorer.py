@@ -242,9 +242,9 @@ class RewardScorer:
         """Count the tokens of each sample's reply, before truncation."""
         return self._encoder.count_reply_tokens(texts)
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise DataError for token ids that the model cannot score, such as unknown ids."""
-        self._encoder.check_tokens(token_ids)
+    def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
+        """Turn token ids of a client into those to score; DataError for unknown ids and others."""
+        return self._encoder.encode_tokens(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Compute the outputs of the head at the positions that each row reads.
@@ -269,7 +269,7 @@ class RewardScorer:
         return outputs.then(lambda joined: np.split(joined, np.cumsum([*map(len, positions)])[:-1]))
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
-        """Score token ids that ``check_tokens`` has accepted: rewards ``[N, A]`` float32."""
+        """Score token ids that ``encode_tokens`` has returned: rewards ``[N, A]`` float32."""
         outputs = self.compute([Row.of(token_ids) for token_ids in token_lists])
         return self.contract.rewards_of(np.concatenate(outputs))
 
@@ -477,8 +477,8 @@ class RewardEnsemble:
     def encode(self, text: Text) -> EncodedText:
         return self._members[0].encode(text)
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        self._members[0].check_tokens(token_ids)
+    def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
+        return self._members[0].encode_tokens(token_ids)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         return self._members[0].count_reply_tokens(texts)

@@ -14,7 +14,10 @@ import torch
 
 from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
+from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.scorer import score_all
@@ -86,6 +89,70 @@ def test_contract_of_an_export_is_followed(
     source = load_source(EvaluateConfig(hf_model=str(exported_folder / "hf")), layout)
     assert source.weights == scorer.contract.attribute_weights
     assert source.about_contract == scorer.contract.hash
+
+
+def test_pad_token_that_ends_a_turn_is_not_read(layout: Any, tmp_path: Path) -> None:
+    """TRL pads with EOS, with which Llama 3's template ends: transformers reads the token before.
+
+    An archive and its export have these rewards, too, of conversations and of raw texts.
+    """
+    mark, source = "<|im_end|>", tmp_path / "hf"
+    tiny.write_hf_reward_model(source, pad_token_id=2)
+    (source / "chat_template.jinja").write_text(tiny.CHATML.replace(f"{mark}\n", mark))
+    texts = [tiny.chat("a red dog", "thank you"), tiny.chat("?", "yes"), f"the cat{mark}{mark}"]
+    expected = score_all(load(source), texts)
+    summary = convert_hf_to_nemo(source, tmp_path / "rm.nemo")
+    assert f"note: samples end with '{mark}', which is also the pad token" in str(summary)
+    assert summary.contract is not None
+    assert summary.contract.trailing_pad_id == 2
+    scorer = load_scorer(tmp_path / "rm.nemo", layout)
+    np.testing.assert_allclose(score_all(scorer, texts), expected, atol=1e-4)
+    exported = export(tmp_path / "rm.nemo", tmp_path / "out", layout)
+    assert exported.pad_token == mark
+    assert "WARNING: samples end with the pad token (id 2)" in str(exported)
+    again = load(tmp_path / "out")
+    assert again.model.config.pad_token_id == 2
+    np.testing.assert_allclose(score_all(again, texts), expected, atol=1e-4)
+    assert convert_hf_to_nemo(tmp_path / "out", tmp_path / "again.nemo").contract == again.contract
+    with pytest.raises(CheckpointError, match=r"trailing_pad_id 2 .* llama\.cpp's rank pooling"):
+        export_to_gguf(tmp_path / "rm.nemo", tmp_path / "rm.gguf", ExportOptions())
+    with pytest.raises(CheckpointError, match="reads: got turns, but a turn or sample ends with"):
+        convert_hf_to_nemo(source, tmp_path / "steps.nemo", reads=ScoredPosition.turns)
+    # A template that ends otherwise gives the same archive as before.
+    (source / "chat_template.jinja").write_text(tiny.CHATML)
+    plain = convert_hf_to_nemo(source, tmp_path / "plain.nemo").contract
+    assert plain is not None
+    assert plain.trailing_pad_id is None
+
+
+def test_pad_token_is_not_read_by_heads_that_transformers_does_not_load(
+    layout: Any, tmp_path: Path
+) -> None:
+    """Qwen2ForRewardModel reads before the first pad token, INF-ORM before the padding."""
+    mark, source = "<|im_end|>", tmp_path / "hf"
+    tiny.write_hf_reward_model(source, pad_token_id=2)
+    generator = torch.Generator().manual_seed(3)
+    layers = {
+        "score.0.weight": torch.randn(64, 64, generator=generator) * 0.2,
+        "score.2.weight": torch.randn(1, 64, generator=generator) * 0.2,
+    }
+    edit_tensors(source, {**layers, "score.weight": None})
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + mark
+    )
+    texts = [tiny.chat("a red dog", "thank you"), tiny.chat("?", "yes")]
+    edit(source, architectures=["Qwen2ForRewardModel"])
+    expected = score_all(load(source), texts)
+    summary = convert_hf_to_nemo(source, tmp_path / "rm.nemo")
+    scorer = load_scorer(tmp_path / "rm.nemo", layout)
+    np.testing.assert_allclose(score_all(scorer, texts), expected, atol=1e-4)
+    assert scorer.encode(texts[0]).token_ids[-1] != 2
+    export(tmp_path / "rm.nemo", tmp_path / "out", layout)
+    np.testing.assert_allclose(score_all(load(tmp_path / "out"), texts), expected, atol=1e-4)
+    assert summary.contract is not None
+    (source / "chat_template.jinja").write_text(tiny.CHATML.replace(f"{mark}\n", mark))
+    with pytest.raises(CheckpointError, match=r"pad_token_id: got .* also writes inside a sample"):
+        convert_hf_to_nemo(source, tmp_path / "first.nemo")
 
 
 def test_contract_that_is_not_of_the_export_is_refused(exported_folder: Path) -> None:

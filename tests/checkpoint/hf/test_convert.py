@@ -376,7 +376,12 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     tokens = config_of(changed_reward, "tokenizer.json")["added_tokens"]
     rows = tiny.SHAPE["vocab_size"]
     extra = [*tokens, {**tokens[0], "id": rows, "content": "<extra>"}]
-    no_row = partial(edit, name="tokenizer.json", added_tokens=extra)
+
+    def no_row(folder: Path) -> None:
+        """Add a token without an embedding that the chat template writes."""
+        edit(folder, name="tokenizer.json", added_tokens=extra)
+        (folder / "chat_template.jinja").write_text(tiny.CHATML + "<extra>")
+
     message = rf"got ids up to {rows} \('<extra>' is {rows}\)"
     check_refused(changed_reward, [*settings, *changes, (no_row, message)])
     large = partial(edit_tensors, changes={layer: torch.full((32, 64), 1e5)})

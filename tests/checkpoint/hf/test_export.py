@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from nemo_aligner.checkpoint.hf import export as hf_export
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from nemo_aligner.checkpoint.hf.export import ShardWriter, write_tokenizer
+from nemo_aligner.checkpoint.hf.export import ShardWriter
+from nemo_aligner.checkpoint.hf.exported_tokenizer import write_tokenizer
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.checkpoint.weights.store import TensorStore

@@ -474,6 +474,47 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
         assert message in str(caught.value), str(caught.value)
 
 
+def test_head_of_rows_of_two_different_tensors_is_refused(tmp_path: Path) -> None:
+    """A tied output layer that is stored, too, may have been trained apart from the embedding."""
+    tiny.write_hf_checkpoint(tmp_path / "hf")
+    rows = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"].clone()
+    rows[7] += 1
+    edit_tensors(tmp_path / "hf", {"lm_head.weight": rows})
+    convert(tmp_path / "hf", tmp_path / "same.nemo", head="lm_head:6")
+    message = r"tie_word_embeddings: got true, but lm_head\.weight and .* in the rows 7 .*to false"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "hf", tmp_path / "rm.nemo", head="lm_head:7")
+    edit(tmp_path / "hf", tie_word_embeddings=False)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo", head="lm_head:7")
+    with open_nemo(tmp_path / "rm.nemo") as folder:
+        assert torch.equal(folder.store.read("model.rm_head.weight")[0], rows[7])
+
+
+def test_head_of_a_class_that_appends_a_token_needs_that_token(tmp_path: Path) -> None:
+    """Athene's class has the id of its token in its code, not in config.json."""
+    write_hf_checkpoint(tmp_path / "hf", "llama_untied")
+    edit_tensors(tmp_path / "hf", {"v_head.weight": torch.ones(1, HIDDEN), "lm_head.weight": None})
+    name = "AtheneForSequenceClassification"
+    edit(tmp_path / "hf", architectures=[name], auto_map={"AutoModel": f"modeling_athene.{name}"})
+    message = r"reward_token_id: it is missing .* with v_head\.weight append .*--reward-token"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    with pytest.raises(CheckpointError, match=message):
+        na.RewardModel.from_pretrained(hf_model=tmp_path / "hf")
+    for number, token in enumerate(("<|endoftext|>", "0")):
+        summary = convert(tmp_path / "hf", tmp_path / f"{number}.nemo", reward_token=token)
+        assert summary.contract is not None
+        assert summary.contract.reward_token_id == 0
+    for token, problem in (("320", "reward_token: got 320"), ("no such", "splits it into")):
+        with pytest.raises(CheckpointError, match=problem):
+            convert(tmp_path / "hf", tmp_path / "rm.nemo", reward_token=token)
+    edit_tensors(tmp_path / "hf", {"v_head.weight": None, "score.weight": torch.ones(1, HIDDEN)})
+    unknown = f"note: this package does not know the class {name}. It reads the reward at the last"
+    assert unknown in str(convert(tmp_path / "hf", tmp_path / "unknown.nemo"))
+    edit(tmp_path / "hf", architectures=["LlamaForSequenceClassification"])
+    assert "note" not in str(convert(tmp_path / "hf", tmp_path / "known.nemo"))
+
+
 def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
     """As in get_score of InternLM2's code: the reward token follows the rendered conversation."""
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")

@@ -21,6 +21,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from nemo_aligner.checkpoint.hf import source as source_module
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
@@ -233,6 +234,77 @@ def test_conversion_of_a_body_alone_needs_no_output_layer(layout: Any, tmp_path:
     edit(tmp_path / "reward", architectures=["LlamaForCausalLM"])
     edit_tensors(tmp_path / "reward", {"score.weight": None})
     check_refused(tmp_path / "reward", [(lambda folder: None, r"first is lm_head\.weight")])
+
+
+def test_conversion_reads_an_index_of_a_model_with_many_experts(
+    changed_reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of Qwen3-30B-A3B has 1.7 MB, more than any file of settings may have."""
+    model = AutoModelForSequenceClassification.from_pretrained(changed_reward)
+    (changed_reward / "model.safetensors").unlink()
+    model.save_pretrained(changed_reward, max_shard_size="200KB")
+    edit(changed_reward, INDEX, metadata={"total_size": 1, "filler": "x" * 2**20})
+    assert convert(changed_reward, tmp_path / "rm.nemo").contract is not None
+    monkeypatch.setattr(source_module, "_MAX_INDEX_BYTES", 2**20)
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: got \d+ bytes, wanted at most {2**20}"):
+        convert(changed_reward, tmp_path / "again.nemo")
+
+
+def test_conversion_ignores_the_dtypes_of_tensors_that_it_drops(
+    changed_base: Path, tmp_path: Path
+) -> None:
+    """Published files have masks of bools, positions and fp8 layers in parts that are dropped."""
+    unused = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(changed_base, {unused: torch.ones(8, dtype=torch.int64)})
+    convert(changed_base, tmp_path / "base.nemo")
+    edit_tensors(changed_base, {unused: None})
+    tensors = {f"language_model.{name}": value for name, value in tensors_of(changed_base).items()}
+    positions = {"vision_tower.embeddings.position_ids": torch.arange(9)[None]}
+    save_file({**tensors, **positions}, changed_base / "model.safetensors", {"format": "pt"})
+    text_config = config_of(changed_base)
+    llava = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    edit(changed_base, **llava, text_config=text_config)
+    assert "dropped: 1 tensors of other parts (vision_tower)" in str(
+        convert(changed_base, tmp_path / "llava.nemo")
+    )
+    needed = "language_model.model.layers.1.mlp.up_proj.weight"
+    masks = {"language_model.model.mask": torch.ones(2, dtype=torch.bool)}
+    refused = [
+        (
+            partial(edit_tensors, changes={needed: tensors[needed].to(torch.float8_e4m3fn)}),
+            rf"model\.safetensors: tensor {needed}: got the dtype F8_E4M3, wanted one of",
+        ),
+        (partial(edit_tensors, changes=masks), r"model\.mask: got the dtype BOOL"),
+    ]
+    check_refused(changed_base, refused)
+
+
+def test_conversion_removes_added_tokens_without_an_embedding(
+    changed_base: Path, tmp_path: Path
+) -> None:
+    """Gemma 3 1B has a token of images beyond its embeddings, Llama 2 a pad token."""
+    rows = tiny.SHAPE["vocab_size"]
+    tiny.write_hf_checkpoint(changed_base)
+    tokenizer = AutoTokenizer.from_pretrained(changed_base)
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(rows - len(tokenizer))])
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(changed_base)
+    edit(changed_base, "tokenizer_config.json", image_token="<image>")
+    (changed_base / "added_tokens.json").write_text(json.dumps({"<pad>": rows + 1}))
+    summary = convert(changed_base, tmp_path / "base.nemo")
+    assert f"removed from the tokenizer: <image>, <pad>, because the model has only {rows}" in str(
+        summary
+    )
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        read = folder.load_tokenizer()
+        assert read.vocab_size == rows
+        for file in folder.tokenizer.glob("*.json"):
+            assert "<image>" not in file.read_text()
+            assert "<pad>" not in file.read_text()
+    text = "the cat<unused0><|im_end|>"
+    assert read.encode(text) == tokenizer(text, add_special_tokens=False).input_ids
+    needed = [(partial(edit, name="tokenizer_config.json", eos_token="<image>"), "got ids up to")]
+    check_refused(changed_base, needed)
 
 
 def cut(path: Path) -> None:

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_aligner.checkpoint.nemo.archive import keep_archives, open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import (
+    find_preparing_rank,
+    keep_archives,
+    open_nemo,
+    write_nemo,
+)
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb
@@ -42,6 +47,17 @@ def archive(tmp_path: Path, parts: Parts) -> Path:
     path = tmp_path / "model.nemo"
     write_nemo(path, CONFIG, *parts, CONTRACT)
     return path
+
+
+def test_archive_is_unpacked_once_on_each_node() -> None:
+    """Also on nodes with equal names, as containers have, whose ranks may alternate."""
+    for places, expected in (
+        ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], [0, 0, 2, 2]),
+        ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [0, 0, 2, 2]),
+        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [0, 1, 0, 1]),
+        ([("a", 0), ("a", 0), ("a", 1), ("a", 1)], [0, 1, 0, 1]),
+    ):
+        assert [find_preparing_rank(places, rank) for rank in range(4)] == expected
 
 
 def check(path: Path) -> Path:

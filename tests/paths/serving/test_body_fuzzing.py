@@ -142,7 +142,7 @@ class LastIdScorer(FakeScorer):
         super().__init__(0, 1)
         encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
-        self.encode, self.check_tokens = encoder.encode, encoder.check_tokens  # type: ignore[method-assign, assignment]
+        self.encode, self.encode_tokens = encoder.encode, encoder.encode_tokens  # type: ignore[method-assign, assignment]
         self.count_reply_tokens = encoder.count_reply_tokens  # type: ignore[method-assign, assignment]
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:

@@ -96,7 +96,7 @@ def _cohere2_to_hf(config: Config) -> dict[str, Any]:
                 "Cohere 2 exactly the layers without a window have no RoPE, so the model cannot be "
                 "exported"
             )
-    return _to_hf(config, "cohere2", **settings.window_to_hf(config))
+    return _to_hf(config, "cohere2", **settings.window_to_hf(config, always_sized=True))
 
 
 COHERE2 = replace(

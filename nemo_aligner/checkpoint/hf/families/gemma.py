@@ -83,7 +83,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
         # transformers' class accepts only an int.
         query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
-        **settings.window_to_hf(config),
+        **settings.window_to_hf(config, always_sized=True),
     )
 
 

@@ -194,7 +194,7 @@ def _to_hf(config: Config) -> dict[str, Any]:
         num_experts=experts and experts.count,
         top_k_experts=experts and experts.top_k,
         moe_intermediate_size=experts and experts.width,
-        **settings.window_to_hf(config),
+        **settings.window_to_hf(config, always_sized=True),
     )
     rope = {
         settings.FULL: {

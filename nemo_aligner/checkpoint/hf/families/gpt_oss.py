@@ -77,7 +77,7 @@ def _to_hf(config: Config) -> dict[str, Any]:
         num_experts_per_tok=experts.top_k,
         swiglu_alpha=_ALPHA,
         swiglu_limit=experts.clamp_value,
-        **settings.window_to_hf(config),
+        **settings.window_to_hf(config, always_sized=True),
     )
 
 

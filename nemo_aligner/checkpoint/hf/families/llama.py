@@ -68,7 +68,9 @@ def _ministral_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _ministral_to_hf(config: Config) -> dict[str, Any]:
-    return settings.decoder_to_hf(config, "ministral", **settings.window_to_hf(config))
+    return settings.decoder_to_hf(
+        config, "ministral", **settings.window_to_hf(config, always_sized=True)
+    )
 
 
 MINISTRAL = ModelFamily(

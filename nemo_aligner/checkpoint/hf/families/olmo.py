@@ -90,7 +90,7 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
         **olmo2,
         "model_type": "olmo3",
         "rope_parameters": {settings.FULL: full_rope, settings.SLIDING: sliding_rope},
-        **settings.window_to_hf(config),
+        **settings.window_to_hf(config, always_sized=True),
     }
 
 

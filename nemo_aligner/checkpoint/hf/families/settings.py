@@ -200,7 +200,6 @@ _FACTORS: dict[str, dict[str, str]] = {
         "scale_factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
-        "old_context_len": "original_max_position_embeddings",
     },
 }
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -250,7 +249,23 @@ def rope_to_nemo(
     if kind == "longrope":
         return {**rotary, **_longrope_to_nemo(scaling, config)}
     factors = {nemo_key: scaling.number(key) for nemo_key, key in _FACTORS[kind].items()}
+    if kind == "llama3":
+        factors["old_context_len"] = _original_length(scaling, config)
     return {**rotary, **factors}
+
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _original_length(scaling: HfSettings, config: Config) -> int:
+    """Return the number of positions that a model had before its RoPE was scaled.
+
+    As in transformers, ``original_max_position_embeddings`` at the top level of ``config.json`` has
+    priority over the same key in ``rope_parameters``. Without both it is the number of positions.
+    """
+    outside = HfSettings(config)
+    inside = scaling.count(_ORIGINAL, outside.count("max_position_embeddings"))
+    return outside.count(_ORIGINAL, inside)
 
 
 _YARN = {
@@ -263,18 +278,12 @@ _YARN = {
 
 
 def _yarn_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
-    """Translate YaRN's settings to megatron-core's names; missing ones keep their defaults.
-
-    As in transformers, ``original_max_position_embeddings`` at the top level of ``config.json`` has
-    priority over the same key in ``rope_parameters``.
-    """
-    key = "original_max_position_embeddings"
-    outside = HfSettings(config)
-    max_length = outside.count("max_position_embeddings")
-    length = outside.count(key, scaling.count(key, max_length))
+    """Translate YaRN's settings to megatron-core's names; missing ones keep their defaults."""
+    length = _original_length(scaling, config)
+    stretch = HfSettings(config).count("max_position_embeddings") / length
     yarn = {
         "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": scaling.number("factor", max_length / length),
+        "yarn_rotary_scaling_factor": scaling.number("factor", stretch),
         "yarn_original_max_position_embeddings": length,
         "yarn_correction_range_round_to_int": scaling.flag("truncate", True),
     }
@@ -294,17 +303,11 @@ _LONGROPE = {
 
 
 def _longrope_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
-    """Translate LongRoPE's settings to NeMo's keys.
-
-    ``original_max_position_embeddings`` at the top level of ``config.json`` has priority over the
-    same key in ``rope_parameters``.
-    """
-    key, outside = "original_max_position_embeddings", HfSettings(config)
-    inside = scaling.count(key, outside.count("max_position_embeddings"))
+    """Translate LongRoPE's settings to NeMo's keys."""
     longrope = {nemo_key: scaling.config.get(name) for nemo_key, name in _LONGROPE.items()}
     return {
         "position_embedding_type": "longrope",
-        f"longrope_{key}": outside.count(key, inside),
+        f"longrope_{_ORIGINAL}": _original_length(scaling, config),
         **{nemo_key: value for nemo_key, value in longrope.items() if value is not None},
     }
 
@@ -368,20 +371,20 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
             "factor": llama3.factor,
             "low_freq_factor": llama3.low_freq_factor,
             "high_freq_factor": llama3.high_freq_factor,
-            "original_max_position_embeddings": llama3.old_context_len,
+            _ORIGINAL: llama3.old_context_len,
         }
     if yarn is not None:
         rope |= {
             "rope_type": "yarn",
             "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.old_context_len,
+            _ORIGINAL: yarn.old_context_len,
             "truncate": yarn.rounded,
             **{name: config[key] for key, name in _YARN.items() if config.get(key) is not None},
         }
     if shape.longrope is not None:
         rope |= {
             "rope_type": "longrope",
-            "original_max_position_embeddings": shape.longrope.old_context_len,
+            _ORIGINAL: shape.longrope.old_context_len,
             **{name: config[key] for key, name in _LONGROPE.items() if config.get(key) is not None},
         }
     # transformers 5 reads rope_parameters, transformers 4 the other two keys.
@@ -470,7 +473,16 @@ def layer_types(config: Config) -> list[str]:
     return [FULL if window is None else SLIDING for window in windows]
 
 
-def window_to_hf(config: Config) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for a NeMo config's window: its size and its layers."""
-    size = ModelShape.from_config(config).window_size
+def window_to_hf(config: Config, *, always_sized: bool = False) -> dict[str, Any]:
+    """Return the keys of ``config.json`` for a NeMo config's window: its size and its layers.
+
+    Args:
+        always_sized: whether a model without a window gets a size, too: the number of positions.
+            Some classes of transformers compute the mask of a window that no layer uses, and
+            fail if the size is null.
+    """
+    shape = ModelShape.from_config(config)
+    size = shape.window_size
+    if size is None and always_sized:
+        size = shape.max_position_embeddings
     return {"sliding_window": size, "layer_types": layer_types(config)}

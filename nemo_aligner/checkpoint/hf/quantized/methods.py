@@ -19,6 +19,7 @@ from nemo_aligner.checkpoint.hf.quantized.stored import (
     Options,
     QuantizedFormat,
     Tensors,
+    UnreadableTensor,
     find_dtype,
 )
 from nemo_aligner.checkpoint.weights.save import LazyTensor
@@ -88,11 +89,12 @@ def with_dequantized(
     """Replace the stored tensors of each quantized weight by one lazy tensor.
 
     Returns:
-        All tensors by name, and a note for the user.
+        All tensors by name, and a note for the user. Tensors in a quantized dtype outside
+        modules with a weight, such as masks of bytes, are ``UnreadableTensor``.
 
     Raises:
-        CheckpointError: a weight's tensors are incomplete or do not fit each other, belong to a
-            module that the config lists as unquantized, or to no quantized weight.
+        CheckpointError: a weight's tensors are incomplete or do not fit each other, or belong to a
+            module that the config lists as unquantized.
     """
     plain = dict(tensors)
     names = quantized.dequantize(plain)
@@ -100,11 +102,14 @@ def with_dequantized(
         _check_skipped(option, config["quantization_config"].get(option), names)
     dtypes = set(safetensors_dtypes().values())
     for name, tensor in plain.items():
-        if tensor.dtype not in dtypes:
-            raise CheckpointError(
+        if tensor.dtype not in dtypes and not isinstance(tensor, UnreadableTensor):
+            problem = (
                 f"tensor {short(name)}: got {tensor.dtype} without the other tensors of a weight "
                 f"in {quantized.name}. Download the checkpoint again"
             )
+            if f"{name.rpartition('.')[0]}.weight" in plain:
+                raise CheckpointError(problem)
+            plain[name] = UnreadableTensor.of(tensor.shape, problem)
     kinds = sorted({format_of(plain[name].dtype).precision.value for name in names})
     note = f"dequantised: {len(names)} tensors of {quantized.name}, to {' and '.join(kinds)}"
     return plain, note

@@ -20,6 +20,29 @@ Tensors = dict[str, LazyTensor]
 
 
 @dataclass(frozen=True)
+class UnreadableTensor(LazyTensor):
+    """A stored tensor whose values cannot be read, which is an error only if the model needs it.
+
+    Checkpoints contain such tensors in parts that a conversion drops: masks of bools, positions,
+    or quantized layers of another part. Its ``dtype`` is bool, which no readable tensor has.
+
+    Attributes:
+        problem: why it cannot be read, for the error.
+    """
+
+    problem: str = ""
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], problem: str) -> UnreadableTensor:
+        """Build a tensor whose ``read`` raises a CheckpointError with the text ``problem``."""
+
+        def refuse(*part: int) -> Tensor:
+            raise CheckpointError(problem)
+
+        return cls(shape, torch.bool, refuse, refuse, problem)
+
+
+@dataclass(frozen=True)
 class QuantizedFormat:
     """How the weights of a checkpoint are quantized.
 

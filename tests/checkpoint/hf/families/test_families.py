@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,39 @@ def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     exported = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
     assert {key: exported[key] for key in rope} == {**rope, "rope_type": "longrope"}
     assert exported["original_max_position_embeddings"] == 100
+
+
+def test_family_with_windows_is_exported_without_one(layout: Any, tmp_path: Path) -> None:
+    """transformers' classes compute the mask of a window that no layer has, which needs a size."""
+    full = ["full_attention"] * 4
+    families.write_reward_model(tmp_path / "hf", "gemma2", torch.float32, layer_types=full)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    assert export(tmp_path / "rm.nemo", tmp_path / "out", layout).largest_difference < 2e-5
+    assert config_of(tmp_path / "out")["layer_types"] == full
+    for case in ("gemma2", "gemma3", "gemma4", "ministral", "olmo3", "cohere2", "gpt_oss"):
+        family = find_family(families.hf_config(case).model_type)
+        settings = families.hf_config(case, layer_types=full).to_dict()
+        exported = family.to_hf(family.to_nemo(settings))
+        assert exported["sliding_window"] is not None, case
+        assert family.to_nemo(exported).get("window_size") is None, case
+
+
+def test_family_of_llama3_rope_takes_the_original_length_from_the_top() -> None:
+    """As transformers does for llama3, yarn and longrope."""
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    key, top = "original_max_position_embeddings", {"original_max_position_embeddings": 64}
+    family, settings = find_family("llama"), {**tiny.SHAPE, "model_type": "llama"}
+    for rope, outside, length in (
+        ({**llama3, key: 32}, {}, 32),
+        ({**llama3, key: 32}, top, 64),
+        (llama3, top, 64),
+        (llama3, {}, tiny.SHAPE["max_position_embeddings"]),
+    ):
+        config = {**settings, **outside, "rope_scaling": rope}
+        assert family.to_nemo(config)["old_context_len"] == length
+        theirs = AutoConfig.for_model(**deepcopy(config))
+        theirs.standardize_rope_params()
+        assert theirs.rope_parameters[key] == length
 
 
 def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
