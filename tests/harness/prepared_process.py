@@ -34,6 +34,7 @@ LIBRARIES = (
 # Modules that import nearly all others of the package, and megatron-core.
 OURS = (
     "nemo_aligner.cli.main",
+    "nemo_aligner.cli.train",
     "nemo_aligner.training.run",
     "nemo_aligner.evaluation.run",
     "nemo_aligner.serving.run",

@@ -52,15 +52,9 @@ class Answer:
         return json.loads(self.body)
 
 
-def call(
-    app: Any,
-    path: str,
-    body: Any = None,
-    headers: Mapping[str, str] | None = None,
-    method: str | None = None,
-) -> Answer:
-    """POST if there is a body (JSON, or bytes unchanged), otherwise GET, or as ``method`` says."""
-    return asyncio.run(call_async(app, path, body, headers, method))
+def call(app: Any, path: str, *arguments: Any, **options: Any) -> Answer:
+    """Call ``call_async``, with the same arguments, in an event loop of its own."""
+    return asyncio.run(call_async(app, path, *arguments, **options))
 
 
 async def call_async(
@@ -70,6 +64,7 @@ async def call_async(
     headers: Mapping[str, str] | None = None,
     method: str | None = None,
 ) -> Answer:
+    """POST if there is a body (JSON, or bytes unchanged), otherwise GET, or as ``method`` says."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     chunks = [data[:7], data[7:]]
     sent: list[Any] = []

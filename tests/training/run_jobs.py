@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -21,16 +20,12 @@ from tests.harness.launching import HOST
 from tests.harness.prepared_process import exit_fork, import_libraries
 from tests.training.interrupted import arm, decide_when_written
 
-# What jobs need, which they would import one after the other.
-MODULES = ("nemo_aligner.training.run", "nemo_aligner.evaluation.run", "nemo_aligner.cli.train")
 POLL_SECS, GRACE_SECS = 0.01, 30.0
 
 
 def main(folder: Path, rank: int) -> dict[str, Any] | None:
     """Run all jobs; in a fork, the one to do there."""
     import_libraries()  # torchrun has started more than two ranks, not a prepared process
-    for name in MODULES:
-        importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a module started a thread: it may not fork"
     gc.freeze()
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):

@@ -12,7 +12,7 @@ from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import short
 
 # Seconds for the check of all servers together, short because somebody waits for the gateway's
-# ``/ready`` or ``/metrics``, such as Kubernetes, whose probe ends after 2 s (deploy/kubernetes).
+# ``/ready`` or ``/metrics``, such as Kubernetes, whose probe ends after 5 s (deploy/kubernetes).
 PROBE_S = 1.0
 CONNECT_S = 3.0
 # A handshake costs a server almost nothing, so an answer later than this means that the server
