@@ -37,7 +37,7 @@ from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
-from nemo_aligner.contract.added_tokens import without_surplus_tokens
+from nemo_aligner.contract.added_tokens import describe_removed_tokens
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.fields import are_numbers
 from nemo_aligner.contract.template_check import check_template, freeze_date
@@ -46,7 +46,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import with_lora
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, shown
 
 RAW_TEXT = "none"
 _HEAD_KEYS = (
@@ -99,7 +99,7 @@ def import_checkpoint(
         _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         settings, ignored = _decoder_settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
-        new_tokenizer, removed = without_surplus_tokens(folder.load_tokenizer(), shape.vocab_size)
+        new_tokenizer = folder.load_tokenizer()
         # The ids of another model's tokenizer would select the embeddings of other tokens.
         new_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
@@ -116,7 +116,7 @@ def import_checkpoint(
             tensors[PREFIX + HEAD] = as_lazy_tensor(head[0])
         new_tokenizer.save(scratch / "tokenizer")
         write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
-        return _summarize(output, folder, ignored, removed, contract)
+        return _summarize(output, folder, ignored, contract)
 
 
 def _nemo_path(source: str | Path) -> Path:
@@ -159,7 +159,6 @@ def _summarize(
     output: Path,
     folder: NemoFolder,
     ignored: list[str],
-    removed: list[str],
     contract: ScoringContract | None,
 ) -> str:
     """Describe an import: its model, settings that are switched off, and removed tokens."""
@@ -175,8 +174,8 @@ def _summarize(
         lines.append(f"scoring contract {contract.hash}, offsets {list(contract.label_means)}")
         lines += _note_critic_values(config, contract)
     lines += [f"{key} is switched off, because NeMo-Aligner never applied it" for key in ignored]
-    if removed:
-        lines.append(f"without {', '.join(map(short, removed))}, tokens that have no embedding")
+    if removed := folder.removed_tokens:
+        lines.append(describe_removed_tokens(removed, config["vocab_size"]))
     return "\n  ".join(lines)
 
 

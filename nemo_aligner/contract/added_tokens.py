@@ -9,7 +9,7 @@ and the contract's fingerprint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,14 @@ def without_surplus_tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[Token
     """
     names = tokenizer.surplus_tokens(vocab_size)
     return (tokenizer.without_tokens(names) if names else tokenizer), names
+
+
+def describe_removed_tokens(removed: Iterable[str], vocab_size: int) -> str:
+    """Describe to the user what ``without_surplus_tokens`` has removed, and why."""
+    return (
+        f"removed from the tokenizer: {', '.join(map(short, removed))}, because the model has only "
+        f"{vocab_size} embeddings"
+    )
 
 
 def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list[AddedToken]:

@@ -26,6 +26,7 @@ from nemo_aligner.config.training import (
     MonitorMode,
     TrainConfig,
 )
+from nemo_aligner.contract.added_tokens import describe_removed_tokens
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import (
     build_contract,
@@ -142,6 +143,8 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     base.tokenizer.check_fits(shape.vocab_size)
+    if base.removed_tokens:
+        say(describe_removed_tokens(base.removed_tokens, shape.vocab_size))
     data = _build_data(config, base, shape, resumed)
     return PreparedRun(config, layout, base, shape, data, latest)
 

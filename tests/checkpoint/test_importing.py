@@ -22,7 +22,7 @@ from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, read_tokenizer
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
@@ -108,16 +108,18 @@ def test_import_says_whose_vocabulary_it_takes(theirs: Theirs, tmp_path: Path) -
         assert f"vocabulary of {expected}" in summary
 
 
-def test_import_removes_added_tokens_without_an_embedding(theirs: Theirs, tmp_path: Path) -> None:
+def test_added_tokens_without_an_embedding_are_removed(theirs: Theirs, tmp_path: Path) -> None:
     """Llama 2's tokenizers often have a pad token that was added without resizing the model."""
     rows = tiny.SHAPE["vocab_size"]
     source = theirs(nemo1, "padless", override_vocab_size=rows)
     tokenizer = source / f"{foreign.HEX}_tokenizer"
     (tokenizer / "added_tokens.json").write_text(f'{{"<pad>": {rows}}}')
     summary = import_nemo(source, tmp_path / "ours.nemo")
-    assert "without <pad>, tokens that have no embedding" in summary
-    with open_nemo(tmp_path / "ours.nemo", with_weights=False) as folder:
-        assert folder.load_tokenizer().vocab_size == rows
+    assert f"removed from the tokenizer: <pad>, because the model has only {rows}" in summary
+    for path, removed in ((source, ["<pad>"]), (tmp_path / "ours.nemo", [])):
+        description = CheckpointDescription.read(path)
+        assert description.tokenizer.vocab_size == rows
+        assert description.removed_tokens == removed
 
 
 def test_import_with_a_tokenizer_of_the_hub(

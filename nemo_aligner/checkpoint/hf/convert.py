@@ -50,13 +50,17 @@ from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.config.model import ScoredPosition
-from nemo_aligner.contract.added_tokens import ADDED_NAME, without_surplus_tokens
+from nemo_aligner.contract.added_tokens import (
+    ADDED_NAME,
+    describe_removed_tokens,
+    without_surplus_tokens,
+)
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import with_head_shape
-from nemo_aligner.utils.errors import AlignerError, CheckpointError, short
+from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -335,10 +339,7 @@ def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> tuple[Toke
             tokenizer.save(folder)
             # Its tokens are in tokenizer.json, too.
             (folder / ADDED_NAME).unlink(missing_ok=True)
-            notes.append(
-                f"removed from the tokenizer: {', '.join(map(short, removed))}, because the model "
-                f"has only {vocab_size} embeddings"
-            )
+            notes.append(describe_removed_tokens(removed, vocab_size))
     _ = tokenizer.fingerprint
     tokenizer.check_fits(vocab_size)
     return tokenizer, notes

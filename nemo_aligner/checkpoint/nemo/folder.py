@@ -31,7 +31,8 @@ from nemo_aligner.checkpoint.weights.store import (
     is_optimizer_state,
     read_common,
 )
-from nemo_aligner.contract.added_tokens import load_hf_tokenizer
+from nemo_aligner.config.common import count_of_config
+from nemo_aligner.contract.added_tokens import load_hf_tokenizer, without_surplus_tokens
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -118,7 +119,7 @@ class NemoFolder:
         for key in _VOCABULARY_KEYS:
             if self._settings.get(key) is not None:
                 return self._settings[key], f"by {key}"
-        return self.load_tokenizer().vocab_size, "by its tokenizer"
+        return self._load_whole_tokenizer().vocab_size, "by its tokenizer"
 
     @property
     def vocab_size_source(self) -> str:
@@ -168,8 +169,23 @@ class NemoFolder:
 
         If there is a scoring contract, the tokenizer's files are used unchanged, because the
         contract has their fingerprint. Otherwise the tokenizer is loaded as transformers would load
-        it.
+        it, without its ``removed_tokens``.
         """
+        return self._fitting_tokenizer[0]
+
+    @property
+    def removed_tokens(self) -> list[str]:
+        """Added tokens of a base model for which it has no embedding; no sample contains one."""
+        return self._fitting_tokenizer[1]
+
+    @cached_property
+    def _fitting_tokenizer(self) -> tuple[Tokenizer, list[str]]:
+        tokenizer = self._load_whole_tokenizer()
+        if self.contract is not None:
+            return tokenizer, []
+        return without_surplus_tokens(tokenizer, count_of_config(self.config, "vocab_size"))
+
+    def _load_whole_tokenizer(self) -> Tokenizer:
         path = self.tokenizer
         # Errors name the checkpoint, because the tokenizer's folder may be a temporary one.
         load = load_hf_tokenizer if self.contract is None else load_tokenizer

@@ -125,12 +125,14 @@ class CheckpointDescription:
         path: the archive or folder.
         config: settings of the model by the keys of ``model_config.yaml``.
         tokenizer: the checkpoint's tokenizer.
+        removed_tokens: texts of its added tokens that have no embedding; ``tokenizer`` lacks them.
         contract: None for a base model.
     """
 
     path: Path
     config: dict[str, Any]
     tokenizer: Tokenizer
+    removed_tokens: list[str]
     contract: ScoringContract | None
 
     @classmethod
@@ -143,7 +145,7 @@ class CheckpointDescription:
         with open_nemo(path, with_weights=False) as folder:
             tokenizer = folder.load_tokenizer()
             contract = contract_of(folder, tokenizer)
-            return cls(Path(path), folder.config, tokenizer, contract)
+            return cls(Path(path), folder.config, tokenizer, folder.removed_tokens, contract)
 
     @cached_property
     def shape(self) -> ModelShape:
