@@ -38,6 +38,7 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.added_tokens import describe_removed_tokens
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.fields import are_numbers
 from nemo_aligner.contract.template_check import check_template, freeze_date
@@ -358,12 +359,12 @@ def _resolve_template(setting: str | None, tokenizer: Tokenizer) -> str:
         )
     if setting == RAW_TEXT:
         return ""
-    template = resolve_template(setting, tokenizer)
-    if not template:
+    template = ChatTemplate.of(resolve_template(setting, tokenizer), tokenizer)
+    if not template.source:
         raise ConfigError(f"template: got {setting!r}, but the tokenizer has no chat template")
-    template = freeze_date(template, tokenizer.bos_token, tokenizer.eos_token)
+    template = freeze_date(template)
     check_template(template, setting, tokenizer)
-    return template
+    return template.source
 
 
 def _name_attributes(names: tuple[str, ...], count: int) -> tuple[str, ...]:

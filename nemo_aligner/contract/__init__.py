@@ -5,8 +5,8 @@ A sample takes this path, in training, evaluation and serving alike:
 1. ``messages.py``: a raw text or conversation from outside gets its normal form.
 2. ``template_check.py``: is everything in it rendered by the chat template? ``turns.py``: does a
    message contain the template's own turn markers? ``steps.py``: where are its steps?
-3. ``templates.py``: the chat template renders it to text; ``principles.py``: so it does with the
-   principle by which the reply is rewarded.
+3. ``chat_template.py``: the chat template, perhaps one of ``templates.py``, renders it to text;
+   ``principles.py``: so it does with the principle by which the reply is rewarded.
 4. ``tokenizer.py``: text to token ids; ``bulk_encoding.py`` does so for whole data sets.
 5. ``contract.py``: ``ScoringContract`` does steps 1 to 4, adds BOS and EOS and applies the length
    rule. ``text_encoder.py`` binds it to a tokenizer.
@@ -14,8 +14,9 @@ A sample takes this path, in training, evaluation and serving alike:
 
 ``from_settings.py`` builds a contract from training settings and compares two contracts.
 ``fields.py`` validates a contract that was read from an archive. ``added_tokens.py`` reads
-tokenizers as transformers does. ``sample_frame.py`` detects raw texts of another chat template.
-``scorer.py`` has the ``Scorer`` protocol and ``ScoredRows``, the form of all scores.
+tokenizers as transformers does. ``template_trials.py`` finds what a template writes around
+messages. ``sample_frame.py`` detects raw texts of another chat template. ``scorer.py`` has the
+``Scorer`` protocol and ``ScoredRows``, the form of all scores.
 
 Nothing here imports torch: clients and tokenizing processes use this package.
 """

@@ -43,6 +43,7 @@ import numpy as np
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.contract.bulk_encoding import TextIds, WrittenText, encode_records
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.completion import complete_ids, without_trailing_pad
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
@@ -56,7 +57,6 @@ from nemo_aligner.contract.steps import (
     step_texts,
 )
 from nemo_aligner.contract.template_check import check_terminates
-from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
@@ -327,6 +327,10 @@ class ScoringContract:
             )
         return contract
 
+    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template with its variables, and the tokenizer's BOS and EOS."""
+        return ChatTemplate.of(self.template, tokenizer, self.template_kwargs)
+
     def check_template_ends(self, tokenizer: Tokenizer) -> None:
         """Check in a subprocess that the template ends: an untrusted one may loop forever.
 
@@ -335,8 +339,7 @@ class ScoringContract:
                 of time and memory (``check_terminates``).
         """
         if self.template:
-            bos, eos = tokenizer.bos_token, tokenizer.eos_token
-            check_terminates(self.template, bos, eos, self.template_kwargs)
+            check_terminates(self.chat_template(tokenizer))
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
         """Return a copy with ``dtype`` set to ``precision``; None returns the same contract."""
@@ -503,11 +506,7 @@ class ScoringContract:
             For each sample: the strings that it was cut into, the token ids before truncation, and
             the indices in these ids where rewards are read.
         """
-        if not self.template:
-            tail = ""
-        else:
-            bos, eos = tokenizer.bos_token, tokenizer.eos_token
-            tail = after_reply(self.template, bos, eos, self.template_kwargs)
+        tail = self.chat_template(tokenizer).after_reply() if self.template else ""
         render = partial(self._render, tokenizer)
         position, separator = self.scored_position, self.step_separator
         stepped_texts = [split_steps(text, position, separator, render, tail) for text in texts]
@@ -584,8 +583,8 @@ class ScoringContract:
                 "the sample is a conversation, and there is no chat template to render it; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
-        rules = (self.template_kwargs, self.principle_template)
-        return write_conversation(self.template, text, tokenizer, *rules)
+        template = self.chat_template(tokenizer)
+        return write_conversation(template, text, tokenizer, self.principle_template)
 
     def _render_with_reply(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
         rendered = self._render(tokenizer, text)

@@ -18,13 +18,15 @@ from nemo_aligner.config.model import (
     ModelConfig,
     ScoredPosition,
 )
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.principles import PRINCIPLE_KEY, resolve_principle_template
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.contract.steps import SEPARATED
 from nemo_aligner.contract.template_check import check_template, freeze_date
-from nemo_aligner.contract.templates import PROBE, canonical_kwargs, resolve_template
+from nemo_aligner.contract.template_trials import PROBE
+from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
@@ -56,11 +58,12 @@ def build_contract(
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
     eos = eos or data.format == TRL_FORMAT
-    template = _choose_template(data, tokenizer, start, previous)
-    kwargs, reads = _choose_template_kwargs(data, template, start), config.head.reads
+    source = _choose_template(data, tokenizer, start, previous)
+    template = ChatTemplate.of(source, tokenizer, _choose_template_kwargs(data, source, start))
+    reads = config.head.reads
     is_mean, limits = reads is ScoredPosition.reply_mean, choose_limits(data, start)
     contract = ScoringContract(
-        template=template,
+        template=template.source,
         add_bos=_resolve_flag(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
         add_eos=_resolve_flag(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
@@ -74,11 +77,11 @@ def build_contract(
         tokenizer_fingerprint=tokenizer.fingerprint,
         reward_model_type=config.reward_model_type.value,
         scored_position=reads.value,
-        reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
-        chat_template_kwargs=kwargs or None,
+        reply_marker=make_reply_marker(template, tokenizer) if is_mean else None,
+        chat_template_kwargs=template.kwargs or None,
         reward_token_id=None if start is None else start.reward_token_id,
         step_separator=_choose_step_separator(data, reads, start),
-        principle_template=_choose_principle_template(data, reads, template, start),
+        principle_template=_choose_principle_template(data, reads, template.source, start),
         base_precision=_base_precision(config),
         trailing_pad_id=_choose_trailing_pad(reads, start),
     )
@@ -88,10 +91,9 @@ def build_contract(
 
 def _check_template(contract: ScoringContract, name: str, tokenizer: Tokenizer) -> None:
     """Check the chat template; without one, there may be no template variables."""
-    kwargs = contract.template_kwargs
     if contract.template:
-        check_template(contract.template, name, tokenizer, kwargs)
-    elif kwargs:
+        check_template(contract.chat_template(tokenizer), name, tokenizer)
+    elif contract.template_kwargs:
         raise ConfigError(
             "model.data.chat_template_kwargs: got template variables, but there is no chat "
             "template. Set model.data.template, or omit them"
@@ -157,7 +159,7 @@ def _choose_template(
     # ``freeze_date`` may change the template. Then the variables of ``start`` no longer apply,
     # so the caller chooses the variables again for the template returned here.
     kwargs = _choose_template_kwargs(data, template, start)
-    return freeze_date(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+    return freeze_date(ChatTemplate.of(template, tokenizer, kwargs)).source
 
 
 def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:

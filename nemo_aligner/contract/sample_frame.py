@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from nemo_aligner.contract.bulk_encoding import common_prefix_length
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Conversation, Messages
-from nemo_aligner.contract.templates import TRIAL_TOOLS, Write, after_reply, render
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.template_trials import TRIAL_TOOLS, Write
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError, short
 
@@ -58,16 +58,11 @@ class SampleFrame:
     @classmethod
     def of(cls, contract: ScoringContract, tokenizer: Tokenizer) -> SampleFrame | None:
         """Find the frame by rendering trial dialogues; None if the contract has no template."""
-        template, kwargs = contract.template, contract.template_kwargs
-        bos, eos = tokenizer.bos_token, tokenizer.eos_token
-        if not template:
+        if not contract.template:
             return None
-
-        def write(conversation: Messages | Conversation) -> str:
-            return render(template, conversation, bos, eos, kwargs)
-
-        end = after_reply(template, bos, eos, kwargs)
-        begins = _shortest(_find_beginnings(write))
+        template = contract.chat_template(tokenizer)
+        bos, eos, end = template.bos_token, template.eos_token, template.after_reply()
+        begins = _shortest(_find_beginnings(template.render))
         # The last token is dropped, because it may merge with the content behind it.
         ids = _shortest(tuple(tokenizer.encode(begin)[:-1]) for begin in begins)
         writes_bos = bool(bos) and any(begin.startswith(bos) for begin in begins)
@@ -76,7 +71,7 @@ class SampleFrame:
         return cls(
             begins,
             ids,
-            _find_before_reply(write),
+            _find_before_reply(template.render),
             end,
             bos if writes_bos and not contract.add_bos else "",
             "" if eos in end else eos,

@@ -18,10 +18,12 @@ import resource
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
@@ -32,27 +34,20 @@ from nemo_aligner.contract.messages import (
     messages_of,
     with_messages,
 )
-from nemo_aligner.contract.templates import (
-    BUILT_IN_TEMPLATES,
-    KWARGS_KEY,
+from nemo_aligner.contract.template_trials import (
     PROBE,
-    TEMPLATE_KEY,
     Write,
-    end_of_turn,
     find_frames,
     for_trials,
-    names_in,
     needs_tools,
-    render,
     tool_call_turn,
     tool_result,
-    variables_of,
-    write_probe,
 )
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, KWARGS_KEY, TEMPLATE_KEY
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
-# Variables that ``render`` passes to a template, so no setting may replace them.
+# Variables that ``ChatTemplate.render`` passes to a template, so no setting may replace them.
 _RESERVED_VARIABLES = (
     "messages",
     "tools",
@@ -72,29 +67,28 @@ _BYTES = 2**30
 _TIMEOUT_SECONDS = 120
 
 
-def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
+def check_template(template: ChatTemplate, setting: str, tokenizer: Tokenizer) -> None:
     """Check that a template is fit for training: complete and independent of the date.
 
     Args:
         setting: value of ``model.data.template``, for error messages.
-        kwargs: the contract's ``chat_template_kwargs``, JSON or empty.
 
     Raises:
         ConfigError: the template depends on the date, omits parts of a conversation, writes BOS
             twice, ends a reply with nothing or with the same string twice, or does not use one of
-            ``kwargs``. The message says what to set.
+            its ``kwargs``. The message says what to set.
     """
     prefix, built_in = f"{TEMPLATE_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    bos, eos = template.bos_token, template.eos_token
     try:
-        _check_kwargs(template, kwargs)
-        check_terminates(template, bos, eos, kwargs)
-        if is_dated(template, bos, eos, kwargs):
+        _check_kwargs(template)
+        check_terminates(template)
+        if is_dated(template):
             raise ConfigError(
                 f"{prefix}: the template writes today's date, so scores change from day to day; "
                 f"set one of {built_in}, or a copy of the template with a fixed date"
             )
-        text = write_probe(template, bos, eos, kwargs)
+        text = template.render_probe()
     except DataError as error:
         raise ConfigError(f"{prefix}: {error}; set one of {built_in}, or a file") from error
     for part in (message["content"] for message in PROBE):
@@ -107,7 +101,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         raise ConfigError(
             f"{prefix}: the template writes BOS ({bos!r}) twice; set a copy that writes it once"
         )
-    end = "".join(end_of_turn(template, bos, eos, kwargs).split())
+    end = "".join(template.after_reply().split())
     if not end:
         raise ConfigError(
             f"{prefix}: the template writes nothing after the reply, so a complete reply looks "
@@ -122,10 +116,10 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         )
 
 
-def _check_kwargs(template: str, kwargs: str) -> None:
+def _check_kwargs(template: ChatTemplate) -> None:
     """Raise ConfigError for a variable that the template does not use, or that ``render`` sets."""
-    usable = sorted(variables_of(template).difference(_RESERVED_VARIABLES))
-    for name in json.loads(kwargs or "{}"):
+    usable = sorted(template.variables.difference(_RESERVED_VARIABLES))
+    for name in json.loads(template.kwargs or "{}"):
         if name not in usable:
             raise ConfigError(
                 f"{KWARGS_KEY}: got {name!r:.60}, which the chat template does not use; wanted "
@@ -133,10 +127,10 @@ def _check_kwargs(template: str, kwargs: str) -> None:
             )
 
 
-def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
+def is_dated(template: ChatTemplate) -> bool:
     """Tell if a template writes today's date, which would change the tokens from day to day."""
     # The two days in _DAYS differ in every field of strftime, so any date makes two texts.
-    texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
+    texts = {template.render_probe(strftime_now=day.strftime) for day in _DAYS}
     return len(texts) > 1
 
 
@@ -170,7 +164,7 @@ def _write_frozen_macro() -> str:
 
 
 @lru_cache(maxsize=8)
-def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
+def freeze_date(template: ChatTemplate) -> ChatTemplate:
     """Make a template that writes today's date write 26 July 2024 instead.
 
     A macro at the template's beginning shadows ``strftime_now``, so any program that renders the
@@ -180,10 +174,10 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
     from nemo_aligner.utils.console import say
 
     try:
-        if _DATE not in variables_of(template):
+        if _DATE not in template.variables:
             return template
-        check_terminates(template, bos_token, eos_token, kwargs)
-        if not is_dated(template, bos_token, eos_token, kwargs):
+        check_terminates(template)
+        if not is_dated(template):
             return template
     except DataError:  # the template is invalid; ``check_template`` will report that
         return template
@@ -191,11 +185,11 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
         "the chat template writes today's date: it is fixed to 26 July 2024, so that scores do not "
         "change from day to day"
     )
-    return _write_frozen_macro() + template
+    return replace(template, source=_write_frozen_macro() + template.source)
 
 
 @lru_cache(maxsize=8)
-def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> None:
+def check_terminates(template: ChatTemplate) -> None:
     """Render short conversations, also with tool calls, in a subprocess with limits.
 
     Raises:
@@ -205,7 +199,7 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
     try:
         trial = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps([template, bos_token, eos_token, kwargs]).encode(),
+            input=json.dumps(vars(template)).encode(),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             env={**os.environ, "PYTHONPATH": python_path},
@@ -250,7 +244,7 @@ class TemplateReading:
 
     Args:
         write: renders a conversation; DataError if the template rejects it.
-        names: attribute names and keys that occur in the template's code (``names_in``).
+        names: attribute names and keys that occur in the template's code (``ChatTemplate.names``).
         origin: which template it is, for error messages.
     """
 
@@ -551,26 +545,19 @@ def _make_dialogue(role: str, content: Any) -> Messages:
 
 
 @lru_cache(maxsize=8)
-def template_reading(
-    template: str, bos_token: str, eos_token: str, kwargs: str = "", origin: str = ""
-) -> TemplateReading:
+def template_reading(template: ChatTemplate, origin: str = "") -> TemplateReading:
     """Return the ``TemplateReading`` of a template; the last eight are cached.
 
     Raises:
         DataError: the template is invalid.
     """
-
-    def write(text: Messages | Conversation) -> str:
-        return render(template, text, bos_token, eos_token, kwargs)
-
-    return TemplateReading(write, names_in(template), origin)
+    return TemplateReading(template.render, template.names, origin)
 
 
 def _main() -> None:
     """Run the trials of a template in the subprocess that ``check_terminates`` starts.
 
-    stdin has a JSON list of the arguments of ``check_terminates``. The first error of the template
-    goes to stdout.
+    stdin has the fields of the template as JSON. The first error of the template goes to stdout.
     """
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -580,17 +567,13 @@ def _main() -> None:
         _, hard_limit = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit, hard_limit))
     # The limits are set before the template is read, because the template is untrusted.
-    arguments = json.load(sys.stdin)
+    template = ChatTemplate(**json.load(sys.stdin))
     try:
         # If the template writes today's date, the caller of ``check_terminates`` rejects it, or
         # fixes the date and checks the new template. So a dated template needs no more trials.
-        if not is_dated(*arguments):
-            template, *tokens_and_kwargs = arguments
-            find_frames(lambda turns: render(template, turns, *tokens_and_kwargs))
-            reading = TemplateReading(
-                lambda text: render(template, text, *tokens_and_kwargs), names_in(template)
-            )
-            reading.try_all()
+        if not is_dated(template):
+            find_frames(template.render)
+            TemplateReading(template.render, template.names).try_all()
     except DataError as error:
         sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
@@ -35,16 +36,8 @@ from nemo_aligner.contract.principles import (
 )
 from nemo_aligner.contract.rendered import check_rendered
 from nemo_aligner.contract.template_check import template_reading
-from nemo_aligner.contract.templates import (
-    CallFrames,
-    Write,
-    after_reply,
-    find_frames,
-    name_of,
-    needs_tools,
-    render,
-    write_probe,
-)
+from nemo_aligner.contract.template_trials import CallFrames, Write, find_frames, needs_tools
+from nemo_aligner.contract.templates import name_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
@@ -267,30 +260,24 @@ def _is_mark(text: str, is_special: bool) -> bool:
 
 
 @lru_cache(maxsize=4)
-def turn_marks(template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnMarks:
-    """Return the marks of a template, rendered with the tokenizer's BOS and EOS (cached).
+def turn_marks(template: ChatTemplate, tokenizer: Tokenizer) -> TurnMarks:
+    """Return the marks of a template (cached).
 
     Raises:
         DataError: the template cannot render a question and its answer.
     """
-
-    def write(messages: Messages | Conversation) -> str:
-        return render(template, messages, tokenizer.bos_token, tokenizer.eos_token, kwargs)
-
-    return TurnMarks.of(write, tokenizer)
+    return TurnMarks.of(template.render, tokenizer)
 
 
 def write_conversation(
-    template: str,
+    template: ChatTemplate,
     conversation: Messages | Conversation,
     tokenizer: Tokenizer,
-    kwargs: str = "",
     principle_template: str | None = None,
 ) -> str:
     """Render a conversation in the normal form by a chat template, after all checks.
 
     Args:
-        kwargs: the contract's ``chat_template_kwargs``, JSON or empty.
         principle_template: the contract's text about a sample's principle; None rejects principles.
 
     Raises:
@@ -298,16 +285,15 @@ def write_conversation(
         DataError: the template rejects the conversation, does not render a part of it, or is
             invalid.
     """
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
     question = write_question(conversation, principle_template)
-    turn_marks(template, tokenizer, kwargs).check(conversation)
-    origin = name_of(template) or "the tokenizer's own" * (template == tokenizer.chat_template)
-    adapted = template_reading(template, bos, eos, kwargs, origin).adapt(conversation)
+    turn_marks(template, tokenizer).check(conversation)
+    is_own = template.source == tokenizer.chat_template
+    origin = name_of(template.source) or "the tokenizer's own" * is_own
+    adapted = template_reading(template, origin).adapt(conversation)
     if question is None:
-        text = render(template, adapted, bos, eos, kwargs)
+        text = template.render(adapted)
     else:
-        with_question = ask_after_reply(adapted, question)
-        text = render(template, with_question, bos, eos, kwargs, for_answer=True)
+        text = template.render(ask_after_reply(adapted, question), for_answer=True)
         check_question_rendered(question, text)
     check_rendered(conversation, text)
     return text
@@ -337,14 +323,14 @@ class TurnEnd:
     rest_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
+    def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> TurnEnd | None:
         """Find the end of a turn by rendering a trial conversation.
 
         Return None if there is no template, or it writes nothing behind the end-of-turn string.
         """
-        if not template:
+        if not template.source:
             return None
-        suffix = after_reply(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+        suffix = template.after_reply()
         end = suffix.strip()
         trailing = suffix.rpartition(end)[2]
         if not end or not trailing:
@@ -443,22 +429,22 @@ def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) ->
     return 0 if marker_start < 0 else min(marker_start + len(marker), len(token_ids) - 1)
 
 
-def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> tuple[int, ...]:
+def make_reply_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token ids that ``template`` writes between a question and its reply.
 
     Raises:
         ConfigError: there is no template, or these ids depend on the question and the reply.
     """
-    if not template:
+    if not template.source:
         raise ConfigError(
             f"{_KEY}: got reply_mean without a chat template, so nothing marks where the reply "
             "begins; wanted a template (model.data.template) or last_token"
         )
-    text = _write_trial(template, tokenizer, kwargs, _QUESTION, _REPLY)
+    text = _write_trial(template, _QUESTION, _REPLY)
     between = text[text.index(_QUESTION) + len(_QUESTION) : text.rindex(_REPLY)]
     marker = tuple(tokenizer.encode(between.strip()))
     for question, reply in _TRIALS:
-        ids = tokenizer.encode(_write_trial(template, tokenizer, kwargs, question, reply))
+        ids = tokenizer.encode(_write_trial(template, question, reply))
         start = find_marker(ids, marker) + len(marker) if marker else 0
         decoded = tokenizer.decode(ids[start:])
         if start < len(marker) or reply.strip() not in decoded or question.strip() in decoded:
@@ -470,15 +456,12 @@ def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> 
     return marker
 
 
-def _write_trial(
-    template: str, tokenizer: Tokenizer, kwargs: str, question: str, reply: str
-) -> str:
+def _write_trial(template: ChatTemplate, question: str, reply: str) -> str:
     conversation = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": reply},
     ]
     try:
-        bos, eos = tokenizer.bos_token, tokenizer.eos_token
-        return write_probe(template, bos, eos, kwargs, messages=conversation)
+        return template.render_probe(conversation)
     except DataError as error:
         raise ConfigError(f"{_KEY}: {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.template_check import freeze_date
 from tests.harness.environments import kept_environment, package
 
@@ -49,7 +50,10 @@ def read_templates() -> dict[str, str]:
         for model, ((name, _), file) in _FILES.items()
     }
     read["dated"] = Path(__file__).with_name("dated.jinja").read_text()
-    return {model: freeze_date(template, "<s>", "</s>") for model, template in read.items()}
+    return {
+        model: freeze_date(ChatTemplate(template, "<s>", "</s>")).source
+        for model, template in read.items()
+    }
 
 
 def read_smollm3() -> dict[str, str]:
@@ -66,7 +70,8 @@ def read_smollm3() -> dict[str, str]:
 
     recipe = (kept_environment("smollm3", (_SMOLLM3,), make) / "sft.yaml").read_bytes()
     assert hashlib.sha256(recipe).hexdigest() == _SMOLLM3_SHA256
-    return {"smollm3": freeze_date(yaml.safe_load(recipe)["chat_template"], "<s>", "</s>")}
+    source = yaml.safe_load(recipe)["chat_template"]
+    return {"smollm3": freeze_date(ChatTemplate(source, "<s>", "</s>")).source}
 
 
 def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import (
@@ -259,9 +260,9 @@ def test_reply_marker_needs_a_template_that_tells_a_reply_from_a_question(
 ) -> None:
     joined = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     with pytest.raises(ConfigError, match=r"model\.head\.reads: got reply_mean"):
-        make_reply_marker(joined, tokenizer)
+        make_reply_marker(ChatTemplate.of(joined, tokenizer), tokenizer)
     with pytest.raises(ConfigError, match="got reply_mean without a chat template"):
-        make_reply_marker("", tokenizer)
+        make_reply_marker(ChatTemplate(""), tokenizer)
 
 
 def test_reply_marker_is_in_contracts_of_the_mean_alone(contracts: Contracts) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.messages import read_text
 from nemo_aligner.contract.rendered import check_rendered
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -47,11 +48,12 @@ def test_text_that_a_template_drops_is_an_error(
 ) -> None:
     conversation = read_text(turns)
     assert not isinstance(conversation, str)
+    rules = ChatTemplate.of(template, tokenizer)
     if location is None:
-        write_conversation(template, conversation, tokenizer)
+        write_conversation(rules, conversation, tokenizer)
         return
     with pytest.raises(DataError, match=f"^{location}: the chat template does not render it"):
-        write_conversation(template, conversation, tokenizer)
+        write_conversation(rules, conversation, tokenizer)
 
 
 def test_texts_are_found_in_every_form_in_which_templates_write_them() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import read_text
 from nemo_aligner.contract.sample_frame import SampleFrame
-from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, render
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError
 from tests.contract.chat_templates import CONVERSATIONS, KWARGS, read_templates
@@ -30,7 +31,7 @@ def frame_of(contract: ScoringContract, tokenizer: Tokenizer) -> SampleFrame:
 
 
 def written(template: str, conversation: Any, tokenizer: Tokenizer, **kwargs: Any) -> str:
-    return render(template, conversation, tokenizer.bos_token, tokenizer.eos_token, **kwargs)
+    return ChatTemplate.of(template, tokenizer).render(conversation, **kwargs)
 
 
 def test_sample_frame_tells_the_samples_of_each_template_from_those_of_the_others(

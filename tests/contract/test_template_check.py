@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import joined_content, read_text
@@ -19,10 +20,7 @@ from nemo_aligner.contract.template_check import check_template, template_readin
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     canonical_kwargs,
-    names_in,
-    render,
     resolve_template,
-    with_kwargs_inside,
 )
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, write_conversation
@@ -84,7 +82,8 @@ UNWRITTEN["mistral-v3"] |= dict.fromkeys(
 
 
 def written(template: str, conversation: Any, tokenizer: Tokenizer, kwargs: str = "") -> str:
-    return write_conversation(template, read_text(conversation), tokenizer, kwargs)
+    rules = ChatTemplate.of(template, tokenizer, kwargs)
+    return write_conversation(rules, read_text(conversation), tokenizer)
 
 
 @pytest.mark.parametrize("read", [read_templates, read_smollm3])
@@ -101,7 +100,8 @@ def test_conversations_by_templates_of_the_world_equal_those_of_transformers(
         ask = partial(theirs.apply_chat_template, chat_template=template, tokenize=False, **kwargs)
         for name, (messages, beside) in CONVERSATIONS.items():
             said = copy.deepcopy(messages)
-            if name == "parts" and not template_reading(template, "", "")._reads_parts("user"):
+            reading = template_reading(ChatTemplate(template))
+            if name == "parts" and not reading._reads_parts("user"):
                 said = [{**turn, "content": joined_content(turn["content"])} for turn in said]
             try:
                 wanted: str | None = ask(said, **copy.deepcopy(beside))
@@ -294,7 +294,7 @@ def test_template_that_needs_tools_is_tried_with_one(
 
     tagged = with_tokens(tokenizer_folder, tmp_path / "tagged", **{"<tool_call>": False})
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-    check_template(NEEDS_TOOLS, "x.jinja", tagged)
+    check_template(ChatTemplate.of(NEEDS_TOOLS, tagged), "x.jinja", tagged)
     told = [USER, {**REPLY, "content": "<tool_call>weather</tool_call>"}]
     for messages in ([SYSTEM, USER, CALL, RESULT, REPLY], told):
         wanted = theirs.apply_chat_template(
@@ -317,17 +317,18 @@ def test_template_kwargs_are_those_that_it_reads(
     kwargs = canonical_kwargs(given)
     assert canonical_kwargs(dict(reversed(given.items()))) == kwargs
     assert "No, it is dry. LOUD!" in written(template, [USER, REPLY], tokenizer, kwargs)
-    inside = with_kwargs_inside(template, kwargs)
+    inside = ChatTemplate(template, kwargs=kwargs).with_kwargs_inside()
     assert written(inside, [USER, REPLY], tokenizer) == written(
         template, [USER, REPLY], tokenizer, kwargs
     )
-    check_template(template, "x.jinja", tokenizer, kwargs)
+    check_template(ChatTemplate.of(template, tokenizer, kwargs), "x.jinja", tokenizer)
     for name in ("quiet", "messages", "tools", "bos_token"):
+        wrong = ChatTemplate.of(template, tokenizer, canonical_kwargs({name: True}))
         with pytest.raises(ConfigError, match=f"kwargs: got '{name}', .* wanted loud, tail$"):
-            check_template(template, "x.jinja", tokenizer, canonical_kwargs({name: True}))
+            check_template(wrong, "x.jinja", tokenizer)
     with pytest.raises(ConfigError, match="chat_template_kwargs: wanted JSON values"):
         canonical_kwargs({"loud": float("nan")})
-    assert names_in(template) >= {"content", "role", "mark"}
+    assert ChatTemplate(template).names >= {"content", "role", "mark"}
 
 
 def test_contract_has_the_kwargs_of_its_template(
@@ -367,6 +368,6 @@ def test_contract_gives_one_conversation_one_sequence_of_ids(
         assert found.token_ids == ids
         assert contract.count_reply_tokens(tokenizer, [whole]) == [found.reply_tokens]
         assert contract.encode(tokenizer, given).token_ids == ids  # type: ignore[arg-type]
-    assert render(contract.template, [USER, REPLY], "", "") == tokenizer.decode(
+    assert ChatTemplate(contract.template).render([USER, REPLY]) == tokenizer.decode(
         contract.encode(tokenizer, [USER, REPLY]).token_ids
     )

@@ -11,12 +11,11 @@ import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract import template_check
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.template_check import check_template, freeze_date, is_dated
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
-    end_of_turn,
-    render,
     resolve_template,
 )
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -59,7 +58,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_x(tokenizer: Tokenizer, template: str) -> None:
-    check_template(template, "x.jinja", tokenizer)
+    check_template(ChatTemplate.of(template, tokenizer), "x.jinja", tokenizer)
 
 
 def test_templates_and_ids_equal_those_of_transformers(
@@ -75,7 +74,7 @@ def test_templates_and_ids_equal_those_of_transformers(
     ]
     for template in AS_IN_THE_WORLD:
         text = theirs.apply_chat_template(chat, chat_template=template, tokenize=False)
-        assert render(template, chat, tokenizer.bos_token, tokenizer.eos_token) == text, template
+        assert ChatTemplate.of(template, tokenizer).render(chat) == text, template
         assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), template
         assert tokenizer.decode(tokenizer.encode(text)) == text, template
 
@@ -99,7 +98,8 @@ def test_templates_by_name_or_file(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
     written = {
-        name: render(template, CHAT, "<s>", "</s>") for name, template in BUILT_IN_TEMPLATES.items()
+        name: ChatTemplate(template, "<s>", "</s>").render(CHAT)
+        for name, template in BUILT_IN_TEMPLATES.items()
     }
     assert written == {
         "chatml": "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n the cat<|im_end|>\n",
@@ -109,9 +109,9 @@ def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
         "zephyr": "<|user|>\nwhy</s>\n<|assistant|>\n the cat</s>\n",
     }
     for name, template in BUILT_IN_TEMPLATES.items():
-        check_template(template, name, tokenizer)
+        check_template(ChatTemplate.of(template, tokenizer), name, tokenizer)
     own = resolve_template("tokenizer", tokenizer)
-    assert render(own, CHAT, "", "") == written["chatml"]
+    assert ChatTemplate(own).render(CHAT) == written["chatml"]
 
 
 def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
@@ -152,8 +152,9 @@ def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> No
 def test_template_may_end_a_turn_by_anything(tokenizer: Tokenizer) -> None:
     for end in ("!", "ab", "aba", "abcab", "<e>\n"):
         template = TURNS + "{% if loop.last %}" + end + "{% endif %}{% endfor %}"
-        check_template("{{ bos_token }}" + template, "x.jinja", tokenizer)
-        assert end_of_turn(template, "", "") == end.strip()
+        with_bos = ChatTemplate.of("{{ bos_token }}" + template, tokenizer)
+        check_template(with_bos, "x.jinja", tokenizer)
+        assert ChatTemplate(template).after_reply().strip() == end.strip()
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -161,18 +162,18 @@ def test_template_of_a_tokenizer_without_special_tokens(tokenizer_folder: Path) 
     bare = load_tokenizer(tokenizer_folder)
     bare._config["bos_token"] = bare._config["eos_token"] = None
     bare.bos_id = bare.eos_id = None
-    check_template(BUILT_IN_TEMPLATES["chatml"], "chatml", bare)
+    check_template(ChatTemplate.of(BUILT_IN_TEMPLATES["chatml"], bare), "chatml", bare)
     with pytest.raises(ConfigError, match="end with EOS, which this tokenizer lacks"):
-        check_template(BUILT_IN_TEMPLATES["plain"], "plain", bare)
+        check_template(ChatTemplate.of(BUILT_IN_TEMPLATES["plain"], bare), "plain", bare)
 
 
 def test_template_gets_no_date() -> None:
-    assert "26 Jul 2024" in render(LLAMA_3_2, CHAT, "", "")
+    assert "26 Jul 2024" in ChatTemplate(LLAMA_3_2).render(CHAT)
     with pytest.raises(DataError, match="strftime_now"):
-        render("{{ strftime_now('%Y') }}", CHAT, "", "")
+        ChatTemplate("{{ strftime_now('%Y') }}").render(CHAT)
     for form in ("%d", "%B", "%Y"):
-        assert is_dated("{{ strftime_now('" + form + "') }}", "", ""), form
-    assert not is_dated("{{ strftime_now('always') }}", "", "")
+        assert is_dated(ChatTemplate("{{ strftime_now('" + form + "') }}")), form
+    assert not is_dated(ChatTemplate("{{ strftime_now('always') }}"))
 
 
 class Then:
@@ -207,20 +208,20 @@ def test_frozen_template_writes_one_day_as_transformers_writes_it(
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     ends = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     for dated in DATED:
-        template = dated if dated is LLAMA_3_2 else dated + ends
-        assert is_dated(template, "", ""), dated
-        frozen = freeze_date(template, "<s>", "</s>")
-        assert not is_dated(frozen, "<s>", "</s>"), dated
-        assert freeze_date(frozen, "<s>", "</s>") == frozen
+        template = ChatTemplate.of(dated if dated is LLAMA_3_2 else dated + ends, tokenizer)
+        assert is_dated(template), dated
+        frozen = freeze_date(template)
+        assert not is_dated(frozen), dated
+        assert freeze_date(frozen) == frozen
         ask = partial(theirs.apply_chat_template, CHAT, tokenize=False)
-        today = ask(chat_template=frozen)
+        today = ask(chat_template=frozen.source)
         with monkeypatch.context() as then:
             then.setattr(chat_template_utils, "datetime", Then)
-            assert ask(chat_template=template) == today, dated
-        assert render(frozen, CHAT, tokenizer.bos_token, tokenizer.eos_token) == today, dated
+            assert ask(chat_template=template.source) == today, dated
+        assert frozen.render(CHAT) == today, dated
     undated = BUILT_IN_TEMPLATES["chatml"] + "{% if false %}{{ strftime_now('%Y') }}{% endif %}"
     for kept in (BUILT_IN_TEMPLATES["chatml"], undated, "{% for %}{{ strftime_now('%Y') }}"):
-        assert freeze_date(kept, "<s>", "</s>") == kept
+        assert freeze_date(ChatTemplate.of(kept, tokenizer)).source == kept
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -259,17 +260,18 @@ def test_template_that_refuses_or_pries_is_a_data_error() -> None:
         "{{ 1 / 0 }}",
     )
     cases = [(text, "the chat template cannot render this conversation") for text in texts]
-    assert_refused(lambda text: render(text, CHAT, "", ""), cases, DataError)
+    assert_refused(lambda text: ChatTemplate(text).render(CHAT), cases, DataError)
 
 
 def test_template_writes_json_as_it_reads() -> None:
     told = [{"role": "user", "content": "é <b> & 'c'"}]
-    assert render("{{ messages[0].content | tojson }}", told, "", "") == "\"é <b> & 'c'\""
-    escaped = render("{{ messages[0].content | tojson(ensure_ascii=True) }}", told, "", "")
+    assert ChatTemplate("{{ messages[0].content | tojson }}").render(told) == "\"é <b> & 'c'\""
+    escaped = ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=True) }}").render(told)
     assert escaped == "\"\\u00e9 <b> & 'c'\""
-    assert render("{{ [1, 2] | tojson(indent=1) }}", told, "", "") == "[\n 1,\n 2\n]"
+    assert ChatTemplate("{{ [1, 2] | tojson(indent=1) }}").render(told) == "[\n 1,\n 2\n]"
 
 
 def test_template_is_given_nothing_but_the_conversation() -> None:
-    template = "{{ [tools, documents, add_generation_prompt, bos_token, eos_token] }}"
-    assert render(template, CHAT, "<s>", "</s>") == "[None, None, False, '<s>', '</s>']"
+    source = "{{ [tools, documents, add_generation_prompt, bos_token, eos_token] }}"
+    text = ChatTemplate(source, "<s>", "</s>").render(CHAT)
+    assert text == "[None, None, False, '<s>', '</s>']"

@@ -125,7 +125,9 @@ def write_archive(
     with launch():
         loaded = load_reward_model(path.with_suffix(".first"), initialize_layout())
         if kind.reads_mean:
-            marker = make_reply_marker(loaded.contract.template, loaded.tokenizer)
+            marker = make_reply_marker(
+                loaded.contract.chat_template(loaded.tokenizer), loaded.tokenizer
+            )
             rules = {"scored_position": "reply_mean", "reply_marker": marker}
         contract = dataclasses.replace(
             loaded.contract,

@@ -51,7 +51,9 @@ def archive(once: Once) -> Path:
             contract = dataclasses.replace(
                 loaded.contract,
                 scored_position="reply_mean",
-                reply_marker=make_reply_marker(loaded.contract.template, loaded.tokenizer),
+                reply_marker=make_reply_marker(
+                    loaded.contract.chat_template(loaded.tokenizer), loaded.tokenizer
+                ),
             )
             path = folder / "rm.nemo"
             save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)

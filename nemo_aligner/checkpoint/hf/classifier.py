@@ -41,6 +41,7 @@ from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_json
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.contract import (
     EncodedText,
     NoTemplateError,
@@ -60,7 +61,6 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.rendered import check_rendered
 from nemo_aligner.contract.scorer import OnError, RowValues, ScoredRows, score_encodable
 from nemo_aligner.contract.template_check import TemplateReading, freeze_date
-from nemo_aligner.contract.templates import names_in
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks
 from nemo_aligner.distributed.collectives import current_device
@@ -193,8 +193,9 @@ class HfRewardModel:
     @cached_property
     def _reading(self) -> TemplateReading:
         templates = self.tokenizer.chat_template
-        texts = templates.values() if isinstance(templates, dict) else [templates]
-        return TemplateReading(self._render, frozenset().union(*map(names_in, texts)))
+        sources = templates.values() if isinstance(templates, dict) else [templates]
+        names = frozenset().union(*(ChatTemplate(source).names for source in sources))
+        return TemplateReading(self._render, names)
 
     @cached_property
     def _turn_marks(self) -> TurnMarks:
@@ -348,12 +349,13 @@ def _freeze_dates(tokenizer: Any) -> Any:
     A tokenizer with several templates has a dict of them by name, and the result is a dict, too.
     """
     templates, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+
+    def freeze(source: str) -> str:
+        return freeze_date(ChatTemplate(source, bos or "", eos or "")).source
+
     if isinstance(templates, dict):
-        return {
-            name: freeze_date(template, bos or "", eos or "")
-            for name, template in templates.items()
-        }
-    return templates and freeze_date(templates, bos or "", eos or "")
+        return {name: freeze(source) for name, source in templates.items()}
+    return templates and freeze(templates)
 
 
 _NOT_LOADED = "transformers cannot load a reward model from it: "

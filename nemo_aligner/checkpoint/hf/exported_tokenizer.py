@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -76,7 +75,7 @@ def write_tokenizer(
         # Clear these lists of special tokens: sentence-transformers miscounts a prompt by one if
         # its last token is in them.
         changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
-    template = with_kwargs_inside(contract.template, contract.template_kwargs)
+    template = contract.chat_template(tokenizer).with_kwargs_inside()
     if template and contract.reward_token_id is not None:
         # Let the template append the reward token, at which the head reads, because most programs
         # do not append it.

@@ -230,10 +230,8 @@ class _Writer:
         if self.contract.template:
             turns = [("user", _QUERY), ("assistant", _DOCUMENT)]
             messages = [{"role": role, "content": content} for role, content in turns]
-            template = write_conversation(
-                self.contract.template, messages, self.tokenizer, self.contract.template_kwargs
-            )
-            template += end
+            rules = self.contract.chat_template(self.tokenizer)
+            template = write_conversation(rules, messages, self.tokenizer) + end
         else:
             begin = self.tokenizer.bos_token if self.contract.add_bos else ""
             end = (self.tokenizer.eos_token if self.contract.add_eos else "") + end

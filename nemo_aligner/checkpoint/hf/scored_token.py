@@ -24,7 +24,7 @@ from nemo_aligner.checkpoint.hf.transformers_classes import is_in_transformers
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.steps import OPEN_ENDED
-from nemo_aligner.contract.templates import PROBE
+from nemo_aligner.contract.template_trials import PROBE
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.messages import Text, as_json
 from nemo_aligner.contract.principles import refuse_principle
 from nemo_aligner.contract.scorer import OnError, ScoredRows
@@ -193,7 +194,7 @@ class QueryScorer:
                 "source.tokenizer: got none with a chat template, wanted the folder of the "
                 "policy's tokenizer: /get_reward takes raw texts, and the samples are conversations"
             )
-        template = freeze_date(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        template = freeze_date(ChatTemplate.of(tokenizer.chat_template, tokenizer))
         return write_conversation(template, sample, tokenizer)
 
     def _read_rewards(self, answer: JsonAnswer, count: int) -> list[float]:

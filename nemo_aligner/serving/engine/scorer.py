@@ -214,7 +214,7 @@ class RewardScorer:
 
         None if there is none.
         """
-        return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
+        return TurnEnd.of(self.contract.chat_template(self._tokenizer), self._tokenizer)
 
     def sample_frame(self) -> SampleFrame | None:
         """Return the contract's chat template text around a sample.

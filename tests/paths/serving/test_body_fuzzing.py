@@ -159,7 +159,7 @@ class Engine:
         scorer: Any = LastIdScorer(contract, tokenizer)
         config = ServerConfig(max_request_bytes=MOST_BYTES)
         ranks: Any = Immediate(scorer.compute)
-        self._turn_end = TurnEnd.of(contract.template, tokenizer)
+        self._turn_end = TurnEnd.of(contract.chat_template(tokenizer), tokenizer)
         self._sample_frame = SampleFrame.of(contract, tokenizer)
         parts = TemplateParts(self._turn_end, self._sample_frame)
         service = RewardBackend(scorer, config, template_parts=parts).start(ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.contract.templates import render
+from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.serving.engine import timed_threads
 from nemo_aligner.serving.engine.timed_threads import (
     RunStep,
@@ -64,7 +64,7 @@ def test_endless_steps_end_and_the_next_ones_of_their_jobs_are_done() -> None:
         threads = TimedThreads(2, "timed", 0.6, "too slow")
 
         def render_endless() -> str:
-            return render(ENDLESS, MESSAGES, "", "")
+            return ChatTemplate(ENDLESS).render(MESSAGES)
 
         hanging = [
             asyncio.ensure_future(threads.run(job(step, lambda: "next")))
