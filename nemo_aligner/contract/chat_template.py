@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.contract.messages import Conversation, Messages, is_plain, messages_of
 from nemo_aligner.contract.template_trials import PROBE, cut_after_reply, for_trials
 from nemo_aligner.contract.templates import QUICKER_VERSIONS
-from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError, short
 
 if TYPE_CHECKING:
     import jinja2
+
+    from nemo_aligner.contract.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

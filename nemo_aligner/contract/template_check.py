@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.contract.chat_template import ChatTemplate
 from nemo_aligner.contract.messages import (
@@ -44,8 +44,10 @@ from nemo_aligner.contract.template_trials import (
     tool_result,
 )
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, KWARGS_KEY, TEMPLATE_KEY
-from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
+
+if TYPE_CHECKING:
+    from nemo_aligner.contract.tokenizer import Tokenizer
 
 # Variables that ``ChatTemplate.render`` passes to a template, so no setting may replace them.
 _RESERVED_VARIABLES = (

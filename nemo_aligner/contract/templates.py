@@ -22,10 +22,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_aligner.contract.tokenizer import Tokenizer
 
 # The built-in templates of the first versions, which wrote only role and content. Contracts that
 # contain such a template keep it.
