@@ -25,6 +25,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import PointwiseChoice, Recompute
 from nemo_aligner.cpu.matmuls import (
     row_multiple,
+    training_row_multiple,
 )
 from nemo_aligner.distributed import gpu_matmuls
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -328,10 +329,12 @@ class GPTRewardModel(GPTModel):
         Sequence parallelism has to split the rows evenly over the ranks. In evaluation the padding
         also keeps torch from using special kernels for a single row or for the remainder of a
         vector. On a GPU it also means that batch invariant matmuls need no padding of their own.
+        Training on a CPU pads to few sizes, see ``training_row_multiple``.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         if self.training:
-            return ranks
+            is_on_cpu = not torch.cuda.is_available()
+            return ranks * (training_row_multiple(count // ranks) if is_on_cpu else 1)
         if self.smallest_chunk is not None:
             return ranks * gpu_matmuls.row_multiple(count // ranks, self.smallest_chunk)
         return ranks * row_multiple(count // ranks)

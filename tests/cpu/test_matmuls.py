@@ -12,6 +12,7 @@ from nemo_aligner.cpu.matmuls import (
     ChunkedLinear,
     add_weight_gradient,
     linear_in_chunks,
+    training_row_multiple,
 )
 
 
@@ -86,6 +87,12 @@ def test_product_s_weight_gradient_is_added(dtype, slow_mkl):
     add_weight_gradient(found, x, grad)
     wanted = 1 + grad[:, 0].float().t() @ x[:, 0].float()
     torch.testing.assert_close(found, wanted, atol=0.3 if dtype is torch.bfloat16 else 1e-4, rtol=0)
+
+
+def test_packs_in_training_have_few_sizes_with_little_padding() -> None:
+    sizes = {count: count + -count % training_row_multiple(count) for count in range(1, 5000)}
+    assert all(size - count <= count / 16 for count, size in sizes.items())
+    assert len({size for size in sizes.values() if 1024 <= size <= 2048}) == 17
 
 
 def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
