@@ -145,7 +145,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     config = load_config(TrainConfig, job["settings"])
     memory = Memory()
-    with launch() as world:
+    with launch():
         layout = initialize_layout()
         memory.note("libraries")
         prepared = prepare_run(config, layout)
@@ -159,7 +159,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             for name in ("train_step", "validate"):
                 setattr(learner, name, _replace_matmuls(getattr(learner, name)))
         trainer = SupervisedTrainer(
-            learner, config, total_steps, state, checkpoints, memory, SignalHandler(), world.device
+            learner, config, total_steps, state, checkpoints, memory, SignalHandler()
         )
         trainer.fit()
     return memory.rows

@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.describe import list_keys, suggest_setting
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.load import idle_notes, idle_settings, load_settings
+from nemo_aligner.config.ineffective import describe_ineffective_settings, find_ineffective_settings
+from nemo_aligner.config.load import load_settings
 from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.contract.principles import add_principles
 from nemo_aligner.contract.scorer import check_on_error
@@ -82,8 +83,8 @@ class RewardModel:
             )
         # Report settings without an effect once, here. ``evaluate`` leaves these settings out of
         # its own reports.
-        self._idle = frozenset(idle_settings(self._config))
-        for note in idle_notes(self._config):
+        self._idle = frozenset(find_ineffective_settings(self._config))
+        for note in describe_ineffective_settings(self._config):
             say(note)
 
     @classmethod
@@ -305,7 +306,7 @@ class RewardModel:
         config = load_settings(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
-        for note in idle_notes(config, reported=self._idle):
+        for note in describe_ineffective_settings(config, reported=self._idle):
             say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nemo_aligner.api.reward_model import RewardModel, release_models
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, step_folders
 from nemo_aligner.config.load import check_needed, load_settings
+from nemo_aligner.config.model import LAYOUT_KEYS
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report, write_run_report
@@ -191,23 +193,12 @@ def _open_trained_model(config: TrainConfig) -> RewardModel:
 
     With these settings the model computes rewards exactly as the run's validations did.
     """
-    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+    from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
 
     model = config.model
     path = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME / MODEL_NAME
-    contract = read_text_rules(path)[1]
+    contract = CheckpointDescription.read(path).contract
     longest = 0 if contract is None else contract.seq_length
-    settings = {
-        "model.tensor_model_parallel_size": model.tensor_model_parallel_size,
-        "model.pipeline_model_parallel_size": model.pipeline_model_parallel_size,
-        "model.context_parallel_size": model.context_parallel_size,
-        "model.cp_comm_type": model.cp_comm_type.value,
-        "model.expert_model_parallel_size": model.expert_model_parallel_size,
-        "model.sequence_parallel": model.sequence_parallel,
-        "model.batch_invariant": model.batch_invariant,
-        "model.batch_invariant_rows": model.batch_invariant_rows,
-        "model.cuda_graphs": model.cuda_graphs,
-        "model.pointwise_kernels": model.pointwise_kernels and model.pointwise_kernels.value,
-        "model.micro_batch_tokens": max(model.micro_batch_tokens, longest),
-    }
+    settings = {key: attrgetter(key)(config) for key in LAYOUT_KEYS}
+    settings["model.micro_batch_tokens"] = max(model.micro_batch_tokens, longest)
     return RewardModel({"rm_model_file": path, **settings})

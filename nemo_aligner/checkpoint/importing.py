@@ -30,10 +30,10 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     attribute_names,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
-from nemo_aligner.checkpoint.nemo.archive import no_such_archive, open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive, open_nemo
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder, refuse_hugging_face
 from nemo_aligner.checkpoint.nemo.load_weights import as_lazy_tensor, lazy_decoder, model_shape
-from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of

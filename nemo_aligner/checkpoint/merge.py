@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
@@ -30,7 +30,7 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
 )
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of
 from nemo_aligner.checkpoint.nemo.training_data import merge_training_data
-from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences

@@ -10,7 +10,8 @@ A verb is a subcommand, such as ``train``.
 3. The modules of the verbs have two functions per verb, ``VERB_parser`` and ``run_VERB``:
    ``train.py`` (``plan``, ``train``, ``probe``), ``evaluate.py`` (``evaluate``, ``compare``,
    ``report``, ``check``), ``serve.py`` (``serve``, ``serve-critic``, ``gateway``, ``score``),
-   ``checkpoint.py`` (``convert``, ``import``, ``export``, ``merge``), ``data.py`` (``data ...``).
+   ``checkpoint.py`` (``convert``, ``import``, ``export``, ``merge``, ``cache``), ``data.py``
+   (``data ...``).
 
 ``run_VERB`` imports what it needs, so that ``--help`` and errors in settings need no torch.
 ``scripts/reference.py`` generates docs/settings.md from the parsers.

@@ -1,12 +1,13 @@
 """Settings: one dataclass per section, and how a key gets from YAML or ``key=value`` to its field.
 
-1. ``load.py`` reads a YAML file, in which settings of type str are not read as numbers or bools,
-   and then the ``key=value`` overrides.
+1. ``load.py`` reads a YAML file, and then the ``key=value`` overrides; by ``yaml_text.py`` settings
+   of type str are not read as numbers or bools.
 2. ``compat.py`` translates the keys of NeMo-Aligner 0.7 by a table, and collects notes.
 3. ``load.py`` merges all updates, resolves references such as ``${model.seed}``, and builds the
    dataclass of the verb. Each section checks its values in ``__post_init__`` by ``Checks``
    (``common.py``). All problems are raised in one ``SettingsError``.
-4. For an unknown key, ``describe.py`` suggests a similar one.
+4. For an unknown key, ``describe.py`` suggests a similar one. ``ineffective.py`` finds settings
+   that do nothing because of others.
 
 The fields of the dataclasses have the defaults and help texts of all settings. The dataclasses are
 in ``model.py`` (data, LoRA, layout, optimizer, head), ``training.py`` (``train``, ``probe``),

@@ -94,12 +94,12 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
-IdleRule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]
+IneffectiveRule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]
 """A mapping from settings to values, and the keys that have no effect if all of these match."""
 ANY = object()
-"""In an ``IdleRule``: matches every value except null."""
+"""In an ``IneffectiveRule``: matches every value except null."""
 RANKS = "processes"
-"""In an ``IdleRule``: a key that stands for the number of ranks instead of a setting."""
+"""In an ``IneffectiveRule``: a key that stands for the number of ranks instead of a setting."""
 
 
 def setting(default: T, about: str) -> T:

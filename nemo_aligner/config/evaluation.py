@@ -9,12 +9,18 @@ from nemo_aligner.config.common import (
     Aggregate,
     Checks,
     Contradicting,
-    IdleRule,
+    IneffectiveRule,
     Malformed,
     Precision,
     setting,
 )
-from nemo_aligner.config.model import ANY_ROWS, WHOLE_TEXTS, DataConfig, ScorerModelConfig
+from nemo_aligner.config.model import (
+    ANY_ROWS,
+    LAYOUT_KEYS,
+    WHOLE_TEXTS,
+    DataConfig,
+    ScorerModelConfig,
+)
 from nemo_aligner.utils.errors import SettingsError
 
 
@@ -163,21 +169,9 @@ class EvaluateConfig:
         return configured[0]
 
 
-_LAYOUT = (
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.context_parallel_size",
-    "model.cp_comm_type",
-    "model.expert_model_parallel_size",
-    "model.sequence_parallel",
-    "model.batch_invariant",
-    "model.batch_invariant_rows",
-    "model.cuda_graphs",
-    "model.pointwise_kernels",
-)
-IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
-    ({"server": ANY}, (*_LAYOUT, "model.micro_batch_tokens")),
-    ({"hf_model": ANY}, _LAYOUT),
+INEFFECTIVE_IN_EVALUATION: tuple[IneffectiveRule, ...] = (
+    ({"server": ANY}, (*LAYOUT_KEYS, "model.micro_batch_tokens")),
+    ({"hf_model": ANY}, LAYOUT_KEYS),
     ANY_ROWS,
     WHOLE_TEXTS,
     ({"data.malformed": Malformed.error}, ("data.max_malformed",)),

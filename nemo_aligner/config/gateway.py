@@ -9,7 +9,7 @@ from enum import Enum
 from math import isfinite
 from typing import Any, ClassVar
 
-from nemo_aligner.config.common import Checks, IdleRule, setting
+from nemo_aligner.config.common import Checks, IneffectiveRule, setting
 from nemo_aligner.config.serving import FrontConfig, without_log
 
 
@@ -207,7 +207,7 @@ _WITH_JUDGE = tuple(
     f"judge.{item.name}" for item in fields(JudgeConfig) if item.name not in ("url", "model")
 )
 _GATED = ("combine.gate_part", "combine.gate_margin")
-IDLE_IN_GATEWAYS: tuple[IdleRule, ...] = (
+INEFFECTIVE_IN_GATEWAYS: tuple[IneffectiveRule, ...] = (
     ({"judge.url": None}, _WITH_JUDGE),
     ({"judge.task": JudgeTask.rating}, ("judge.pairs",)),
     ({"functions": {}}, ("function_timeout_s", "function_threads")),

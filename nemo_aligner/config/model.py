@@ -6,7 +6,7 @@ both extend ``LayoutConfig``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from math import inf
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from nemo_aligner.config.common import (
     Checks,
     Contradicting,
-    IdleRule,
+    IneffectiveRule,
     Malformed,
     Overlong,
     RewardModelType,
@@ -241,8 +241,8 @@ ROWS_BY_DEVICE = 0
 """Value of ``LayoutConfig.invariant_rows`` that lets the device choose the number of rows."""
 
 
-ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
-WHOLE_TEXTS: IdleRule = ({"model.context_parallel_size": 1}, ("model.cp_comm_type",))
+ANY_ROWS: IneffectiveRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
+WHOLE_TEXTS: IneffectiveRule = ({"model.context_parallel_size": 1}, ("model.cp_comm_type",))
 
 
 @dataclass
@@ -312,6 +312,10 @@ class LayoutConfig:
     def invariant_rows(self) -> int | None:
         """Rows per matmul for ``make_batch_invariant``; None if ``batch_invariant`` is false."""
         return (self.batch_invariant_rows or ROWS_BY_DEVICE) if self.batch_invariant else None
+
+
+LAYOUT_KEYS = tuple(f"model.{item.name}" for item in fields(LayoutConfig))
+"""Keys of the settings with which a model computes the same rewards as in training."""
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:

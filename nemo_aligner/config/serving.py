@@ -13,7 +13,7 @@ from nemo_aligner.config.common import (
     PREFIX_CACHE_STATES,
     RANKS,
     Checks,
-    IdleRule,
+    IneffectiveRule,
     Precision,
     setting,
 )
@@ -129,7 +129,7 @@ class FrontConfig:
         checks.require_one_token("token")
 
 
-def without_log(section: str) -> IdleRule:
+def without_log(section: str) -> IneffectiveRule:
     """Build the rule that settings of the log of the highest rewards are idle without its file."""
     names = ("top_rewards_kept", "top_rewards_window", "top_rewards_files")
     return {f"{section}.top_rewards_file": None}, tuple(f"{section}.{name}" for name in names)
@@ -339,8 +339,8 @@ def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:
         )
 
 
-_OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
-IDLE_IN_SERVING: tuple[IdleRule, ...] = (
+_OF_SEVERAL: IneffectiveRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
+INEFFECTIVE_IN_SERVING: tuple[IneffectiveRule, ...] = (
     ANY_ROWS,
     WHOLE_TEXTS,
     _OF_SEVERAL,
@@ -501,7 +501,7 @@ _OF_REWARDS = (
     "server.prefix_cache_states",
     "server.top_rewards_file",
 )
-IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
+INEFFECTIVE_IN_CRITICS: tuple[IneffectiveRule, ...] = (
     ANY_ROWS,
     WHOLE_TEXTS,
     _OF_SEVERAL,

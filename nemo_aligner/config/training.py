@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_aligner.config.common import (
     Checks,
-    IdleRule,
+    IneffectiveRule,
     Malformed,
     Precision,
     RewardModelType,
@@ -179,7 +179,7 @@ class RunFolderConfig:
     mlflow_logger_kwargs: dict[str, Any] = setting({}, "arguments of Lightning's MLFlowLogger")
 
 
-LOGGER_KWARGS: tuple[IdleRule, ...] = (
+LOGGER_KWARGS: tuple[IneffectiveRule, ...] = (
     ({"exp_manager.create_wandb_logger": False}, ("exp_manager.wandb_logger_kwargs",)),
     ({"exp_manager.create_mlflow_logger": False}, ("exp_manager.mlflow_logger_kwargs",)),
 )
@@ -241,7 +241,7 @@ _OF_VALIDATION = (
     f"{_CALLBACKS}.save_top_k",
     f"{_CALLBACKS}.average_best",
 )
-IDLE_IN_TRAINING: tuple[IdleRule, ...] = (
+INEFFECTIVE_IN_TRAINING: tuple[IneffectiveRule, ...] = (
     ANY_ROWS,
     WHOLE_TEXTS,
     *LOGGER_KWARGS,

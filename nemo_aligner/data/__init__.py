@@ -16,8 +16,8 @@ Data flows through these modules in this order:
   prefixes.
 - ``training_data.py`` has all data sets of a run, and the packs of each training step.
 
-Other modules serve the subcommands of ``nemo-aligner data``: ``report.py`` (the table of a file),
-``inspect.py``, ``split.py``, ``augment.py``, ``demo.py`` and ``hub.py`` (download a data set).
-``texts.py`` reads samples to score from a file, and ``rollout.py`` defines what a critic learns
-from.
+Other modules serve the subcommands of ``nemo-aligner data``: ``report.py`` (the table of a file)
+with ``label_summary.py``, ``inspect.py``, ``split.py``, ``augment.py``, ``demo.py`` and ``hub.py``
+(download a data set). ``texts.py`` reads samples to score from a file, and ``rollout.py`` defines
+what a critic learns from.
 """

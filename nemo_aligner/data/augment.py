@@ -16,8 +16,9 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from nemo_aligner.data.records import Comparison, prompt_key, write_lines
+from nemo_aligner.data.records import Comparison, prompt_key
 from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.writing import write_lines
 
 SOURCE = "non-contextual"
 

@@ -35,7 +35,12 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 from nemo_aligner.utils.finite import finite_or_none
-from nemo_aligner.utils.writing import temporary_beside, write_problem, write_whole
+from nemo_aligner.utils.writing import (
+    encode_lines,
+    temporary_beside,
+    write_lines,
+    write_problem,
+)
 
 # Comparisons and ratings, each with its file and line.
 
@@ -400,7 +405,7 @@ def write_parts(folder: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, P
 
 def _check_replaces_nothing(path: Path, lines: Iterable[str]) -> None:
     try:
-        is_other = path.exists() and (path.is_dir() or path.read_bytes() != _encode(lines))
+        is_other = path.exists() and (path.is_dir() or path.read_bytes() != encode_lines(lines))
     except OSError as error:
         raise ConfigError(f"output: {path} cannot be read: {error}") from error
     if is_other:
@@ -408,36 +413,6 @@ def _check_replaces_nothing(path: Path, lines: Iterable[str]) -> None:
             f"output: {path} exists with other records, and is not replaced. Name another folder, "
             "or remove the file"
         )
-
-
-def write_lines(path: Path, lines: Iterable[str], setting: str = "output") -> str:
-    """Write lines in UTF-8 to a file, and make its folder if necessary.
-
-    A reader sees the complete old or new file at any time.
-
-    Args:
-        setting: name of the setting that chose the file or its folder.
-
-    Returns:
-        The path, and whether another file was replaced, for a message.
-
-    Raises:
-        ConfigError: the file cannot be written; the error names the setting.
-    """
-    text = _encode(lines)
-    try:
-        replaces = path.is_file() and path.read_bytes() != text
-        write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"{setting}: {path.parent} cannot be written: {write_problem(path, error)}. Name "
-            "another folder"
-        ) from error
-    return f"{path} (in place of another)" if replaces else str(path)
-
-
-def _encode(lines: Iterable[str]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def write_records(

@@ -12,6 +12,7 @@ In the order in which ``nemo-aligner evaluate`` uses them:
 - ``robustness``: scores replies again after changes of style (``robustness_pairs``).
 - ``report/``: runs and evaluations as one HTML page.
 
-``compare`` is ``nemo-aligner compare``, which reads two ``output_rewards`` files. The metrics
+``compare`` is ``nemo-aligner compare``, which reads two ``output_rewards`` files. ``label`` is
+``nemo-aligner data label``, which labels comparisons with rewards of teachers. The metrics
 themselves are in ``nemo_aligner/metrics``, and training uses the same ones.
 """

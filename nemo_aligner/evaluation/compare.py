@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.messages import Text, as_json, flatten_message, prompt_of, reply_of
-from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
+from nemo_aligner.data.records import PAIR_COLUMNS
 from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pairs
 from nemo_aligner.metrics.ranking import mcnemar, paired_interval, wilson_interval
 from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.writing import write_lines
 
 
 @dataclass(frozen=True)

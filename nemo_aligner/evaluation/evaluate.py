@@ -50,7 +50,6 @@ from nemo_aligner.data.records import (
     label_rows,
     lengths_of_rewards,
     record_principle,
-    write_lines,
 )
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.sources import RewardSource, check_finite
@@ -71,6 +70,7 @@ from nemo_aligner.metrics.table import (
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 from nemo_aligner.utils.finite import finite_or_none
+from nemo_aligner.utils.writing import write_lines
 
 _MALFORMED_SHOWN = 3
 _DEFAULT_READER = ReaderConfig(rule=MalformedRule(section="data."))

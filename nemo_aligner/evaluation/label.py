@@ -36,7 +36,7 @@ from nemo_aligner.data.formats.teacher import (
 from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.label_summary import SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, as_json, write_lines
+from nemo_aligner.data.records import Comparison, as_json
 from nemo_aligner.data.token_cache import FileStat, check_unchanged, content_digest
 from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.distributed.launch import launch
@@ -51,6 +51,7 @@ from nemo_aligner.evaluation.sources import (
 from nemo_aligner.utils.console import fit_row, say
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from nemo_aligner.utils.processes import find_process
+from nemo_aligner.utils.writing import write_lines
 
 logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.

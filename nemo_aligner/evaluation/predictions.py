@@ -22,16 +22,11 @@ import torch
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import Text, as_json, read_text, reply_of
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
-from nemo_aligner.data.records import (
-    PAIR_COLUMNS,
-    RATED_COLUMN,
-    reward_row,
-    row_lines,
-    write_lines,
-)
+from nemo_aligner.data.records import PAIR_COLUMNS, RATED_COLUMN, reward_row, row_lines
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.finite import finite_or_none
+from nemo_aligner.utils.writing import write_lines
 
 ALL = "all"
 _BENCHMARK_SIDES = ("right", "wrong")

@@ -14,7 +14,8 @@ from typing import Any
 
 from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
+from nemo_aligner.config.ineffective import describe_ineffective_settings
+from nemo_aligner.config.load import config_to_dict, flatten
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.readers import ReaderConfig
@@ -75,7 +76,7 @@ def evaluate(config: EvaluateConfig) -> None:
     """
     # Check the settings first, because loading a model takes minutes.
     task, reader = _check_settings(config)
-    for note in idle_notes(config):
+    for note in describe_ineffective_settings(config):
         say(note)
     with open_source(config) as source:
         say(f"reading and scoring {config.data.path} ...")

@@ -21,13 +21,13 @@ from nemo_aligner.contract.scorer import SampleEncoder
 from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
-from nemo_aligner.data.records import write_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow, read_items
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, writable
 from nemo_aligner.utils.finite import finite_or_none
+from nemo_aligner.utils.writing import write_lines
 
 
 @dataclass(frozen=True)

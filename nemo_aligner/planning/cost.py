@@ -1,7 +1,7 @@
 """Formulas for the cost of a training step: parameters, FLOPs and bytes sent between ranks.
 
 The formulas describe the modules in ``nemo_aligner/models`` and the schedules and optimizer of
-megatron-core 0.16. ``memory.py`` estimates memory, and ``step_time.py`` estimates time.
+megatron-core. ``memory.py`` estimates memory, and ``step_time.py`` estimates time.
 
 The approach is that of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM". The docstrings of this package use these letters:

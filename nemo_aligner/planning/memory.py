@@ -1,7 +1,7 @@
 """Formulas for the memory that each rank needs at the peak of a training step, in bytes.
 
 The formulas describe the modules in ``nemo_aligner/models`` and the data parallel wrapper, the
-distributed optimizer and the 1F1B schedule of megatron-core 0.16. The approach is that of
+distributed optimizer and the 1F1B schedule of megatron-core. The approach is that of
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 ``cost.py`` explains the letters h, f, q, kv and t. ``tests/planning/test_cost.py`` compares the
 formulas with real steps.

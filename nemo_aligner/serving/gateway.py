@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 
 from nemo_aligner.config.gateway import MODEL_PART, GatewayRunConfig
-from nemo_aligner.config.load import idle_notes
+from nemo_aligner.config.ineffective import describe_ineffective_settings
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.client.judge import JudgeClient
 from nemo_aligner.serving.composed import ComposedService
@@ -42,7 +42,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     backend_token = find_token(
         config.backend_token_file, config.backend_token_variable, "backend_token"
     )
-    for note in idle_notes(config):
+    for note in describe_ineffective_settings(config):
         print(note, flush=True)
     service = build_service(config, backend_token)
     endpoints = reward_endpoints(service, settings.max_queue_rows, kserve.OPTIONAL_NAMES)

@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.nemo.fingerprint import (
 )
 from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
 from nemo_aligner.checkpoint.run_lock import lock_run
-from nemo_aligner.config.load import idle_notes
+from nemo_aligner.config.ineffective import describe_ineffective_settings
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
@@ -56,7 +56,7 @@ def run_server(config: ServeConfig) -> int:
     check_expected_contract(files[0], config.precision, config.expect_contract, "expect_contract")
     with launch(), ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model))
-        for note in idle_notes(config, layout.num_ranks):
+        for note in describe_ineffective_settings(config, layout.num_ranks):
             say(note)
         bodies: Bodies = {}
         load = partial(_load_model, config=config, layout=layout, precision=config.precision)
@@ -152,7 +152,7 @@ def run_critic_server(config: ServeCriticConfig) -> int:
     folder = Path(config.exp_manager.explicit_log_dir)
     with launch(), lock_run(folder) as lock, ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
-        for note in idle_notes(config, layout.num_ranks):
+        for note in describe_ineffective_settings(config, layout.num_ranks):
             say(note)
         with keep_archives() if _shares_archive(config) else nullcontext():
             run = open_critic(config, layout, lock)

@@ -6,7 +6,7 @@ Every protocol's route calls a ``ScoringService``. There are three implementatio
 * ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway;
 * ``ComposedService`` (``composed.py``): a gateway's servers combined with a judge and functions.
 
-This module has what both share:
+This module has what they share:
 
 * the limit of rows in flight;
 * the completion of raw samples that end with an end-of-turn token;

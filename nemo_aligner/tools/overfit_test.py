@@ -20,7 +20,6 @@ from nemo_aligner.config.model import Schedule
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.demo import build_demo_pairs, demo_lines
-from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training.build import build_learner
@@ -28,6 +27,7 @@ from nemo_aligner.training.prepare import check_settings, prepare_run
 from nemo_aligner.training.run import layout_of
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.writing import write_lines
 
 _NAME = "validation-probe"
 # For each metric, measured on the original labels: the value that training on these labels must

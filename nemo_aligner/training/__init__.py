@@ -10,8 +10,8 @@ A training run uses the files in this order:
 - ``build.py`` loads the model, freezes and wraps it, and builds optimizer and learner.
 - ``resume.py`` checks that the newest checkpoint belongs to the run, and loads it.
   ``run_facts.py`` writes the facts about the run that ``nemo-aligner report`` shows.
-- ``trainer.py`` is the loop: step, validation, save, early stopping. ``signals.py`` says when the
-  run has to stop (Ctrl-C, SIGTERM, SIGUSR1, time limit).
+- ``trainer.py`` is the loop: step, validation, save. ``early_stopping.py`` ends a run that no
+  longer improves; ``signals.py`` says when it has to stop (Ctrl-C, SIGTERM, SIGUSR1, time limit).
 - ``learner.py`` computes one training step or one validation on all ranks. ``nonfinite.py`` finds
   the records that caused a NaN, and ``heldout.py`` writes the rewards of the last validation.
 - ``optimizer.py`` clips gradients, scales the loss and sets the learning rate. ``adamw.py`` updates

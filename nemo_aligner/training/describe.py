@@ -11,7 +11,7 @@ import torch
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.config.common import Precision, as_yaml
 from nemo_aligner.config.evaluation import EvaluateDataConfig
-from nemo_aligner.config.load import idle_notes
+from nemo_aligner.config.ineffective import describe_ineffective_settings
 from nemo_aligner.config.model import ModelConfig, Recompute
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
@@ -21,9 +21,6 @@ from nemo_aligner.losses import describe_objective
 from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
-
-# Texts about the model and the steps, which a run prints before training, and about the result,
-# which it prints at its end.
 
 # Only this many steps are checked for even work over the ranks. Work is reported as uneven if the
 # busiest rank has more than this multiple of the mean.
@@ -105,7 +102,7 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
             f"note: the run ends within its warm-up ({warmup} steps)",
             "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
         ]
-    lines += idle_notes(config)
+    lines += describe_ineffective_settings(config)
     recomputed = options.activations_checkpoint_granularity is Recompute.full
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [

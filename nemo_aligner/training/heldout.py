@@ -18,11 +18,12 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines
 from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError, short
+from nemo_aligner.utils.writing import write_lines
 
 # Most records of a validation set that are written, because every validation rewrites the file.
 # With texts as long as those of HH-RLHF, it has about 6 MB.

@@ -47,6 +47,7 @@ from nemo_aligner.models.shapes.head import head_to_train
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.models.training_wrap import check_freezing
+from nemo_aligner.training.early_stopping import EarlyStopping
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
 from nemo_aligner.training.resume import (
@@ -56,7 +57,6 @@ from nemo_aligner.training.resume import (
     check_resumable,
     new_state,
 )
-from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.missing import describe_missing

@@ -34,9 +34,9 @@ from nemo_aligner.losses import (
     settings_with_defaults,
 )
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.training.early_stopping import EarlyStopping
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer
-from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 

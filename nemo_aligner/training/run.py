@@ -83,7 +83,7 @@ def train(
         config, data = run.config, run.data
         say(data.overview())
         folder = open_run_folder(run, lock)
-        checkpoints, patience = folder.checkpoints, folder.early_stopping
+        checkpoints, early_stopping = folder.checkpoints, folder.early_stopping
         with waiting_for("loading the model"):
             facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
             keep_heldout = heldout_writer(config, data, facts) if is_main() else None
@@ -93,14 +93,14 @@ def train(
         start, total_steps = resume(folder, config, learner), run.total_steps
         if is_main():
             facts.begin(descriptions)
-        patience.restore(start)
-        if start.step >= total_steps or patience.is_over:
+        early_stopping.restore(start)
+        if start.step >= total_steps or early_stopping.is_over:
             say(f"step {start.step} was the last; writing the model again")
         loggers = exit_stack.enter_context(
             build_loggers(config.exp_manager, start.config, start.step, callback, total_steps)
         )
         trainer = SupervisedTrainer(
-            learner, config, total_steps, start, checkpoints, loggers, stop, world.device, patience
+            learner, config, total_steps, start, checkpoints, loggers, stop, early_stopping
         )
         outcome = trainer.fit()
         test_metrics = finish(outcome, checkpoints, learner, pretrained, config)

@@ -18,10 +18,10 @@ import torch
 import nemo_aligner
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
+from nemo_aligner.utils.writing import write_lines
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 

@@ -20,11 +20,10 @@ from nemo_aligner.checkpoint.run_folder import TRACKING_NAME
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.data.records import write_lines
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.utils.finite import finite_or_none
-from nemo_aligner.utils.writing import write_problem
+from nemo_aligner.utils.writing import write_lines, write_problem
 
 Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tuple[Any, str]]
 """A function that opens Lightning's logger of a service.

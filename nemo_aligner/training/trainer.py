@@ -1,25 +1,23 @@
-"""The training loop: it takes steps, validates, saves checkpoints, and decides when to stop.
+"""``SupervisedTrainer``, the training loop: steps, validations, checkpoints, and when to stop.
 
-``SupervisedTrainer`` runs the loop. ``DivergenceWatch`` warns if the loss grows, and
-``EarlyStopping`` ends the run after several validations without an improvement.
+``early_stopping.py`` has the rules by which it warns of a growing loss, and ends a run that no
+longer improves.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.training import MonitorMode, TrainConfig
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.collectives import (
     agree,
@@ -29,6 +27,7 @@ from nemo_aligner.distributed.collectives import (
     wait_for_device,
 )
 from nemo_aligner.metrics.table import Shown, all_metrics
+from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import (
     Gauges,
@@ -49,7 +48,7 @@ _MONITOR = "exp_manager.checkpoint_callback_params.monitor"
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
-class _LeftEarlyError(Exception):
+class _ValidationInterruptedError(Exception):
     """Raised on every rank to leave a validation early, because the run has to stop now."""
 
 
@@ -96,15 +95,14 @@ class SupervisedTrainer:
         checkpoints: RunCheckpoints,
         logger: Logger,
         stop: SignalHandler,
-        device: torch.device | str,
-        patience: EarlyStopping | None = None,
+        early_stopping: EarlyStopping | None = None,
     ) -> None:
         """Store the parts of a run.
 
         Args:
             start: the state to start from, which the learner has loaded: that of step 0, or that of
                 the checkpoint that is resumed.
-            patience: the rule of early stopping; None if there is none.
+            early_stopping: None never ends the run early.
         """
         self._learner = learner
         self._loop = config.trainer.rm
@@ -115,16 +113,15 @@ class SupervisedTrainer:
         self._checkpoints = checkpoints
         self._logger = logger
         self._stop = stop
-        self._patience = patience or EarlyStopping()
-        self._device = device
+        self._early_stopping = early_stopping or EarlyStopping()
         self._timers = Timers()
-        self._freed = FreedMemory() if torch.device(device).type == "cpu" else None
+        self._freed = FreedMemory() if current_device().type == "cpu" else None
         self._saving_since = 0.0
         self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
         self._validating = Counter("validation", "records")
         self._has_validated = False
         self._divergence = DivergenceWatch()
-        self._gauges = Gauges.of(device, config.precision)
+        self._gauges = Gauges.of(current_device(), config.precision)
         self._best: str | None = None
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
@@ -157,8 +154,8 @@ class SupervisedTrainer:
                 raise
             finally:
                 self._progress.close()
-        if self._patience.is_over:
-            say(f"training ends at step {self._step}: {self._patience.describe()}")
+        if self._early_stopping.is_over:
+            say(f"training ends at step {self._step}: {self._early_stopping.describe()}")
         stopped = stopping and not self._is_over
         return Outcome(self._step, self._find_stop_reason() if stopped else None)
 
@@ -207,7 +204,7 @@ class SupervisedTrainer:
     @property
     def _is_over(self) -> bool:
         """True if no step and no validation is left."""
-        is_last = self._step >= self._total_steps or self._patience.is_over
+        is_last = self._step >= self._total_steps or self._early_stopping.is_over
         return is_last and not self._owes_validation
 
     def _train(self) -> None:
@@ -256,7 +253,7 @@ class SupervisedTrainer:
         try:
             with self._timers.measure("validation/total_validation_time"):
                 metrics = self._learner.validate(self._watch_validation)
-        except _LeftEarlyError:
+        except _ValidationInterruptedError:
             self._progress.say(
                 f"step {self._step}: the validation was interrupted and has no result yet"
             )
@@ -273,7 +270,7 @@ class SupervisedTrainer:
                 if self._can_swap(metrics):
                     self._progress.say(_LEAK_TIP)
             self._has_validated = True
-            self._patience.count_validation(metrics)
+            self._early_stopping.count_validation(metrics)
         return metrics
 
     def _check_monitor(self, metrics: dict[str, float]) -> None:
@@ -286,8 +283,8 @@ class SupervisedTrainer:
             ConfigError: on every rank, if ``metrics`` have no such metric. The run is saved.
         """
         monitor = self._checkpoints.monitor
-        if monitor is None and self._patience.allowed is not None:
-            monitor = self._patience.monitor
+        if monitor is None and self._early_stopping.patience is not None:
+            monitor = self._early_stopping.monitor
         if monitor is None:
             return
         if monitor not in metrics:
@@ -314,11 +311,11 @@ class SupervisedTrainer:
         return has_accuracy and self._learner.data.train.kind is RecordKind.comparison
 
     def _watch_validation(self, done: int, total: int) -> None:
-        """Show the progress of a validation; raise ``_LeftEarlyError`` if the run has to stop."""
+        """Show the progress of a validation, and interrupt it if the run has to stop."""
         self._validating.show(done, total)
         # If all records are done, finish the validation: stopping now would save no time.
-        if done < total and agree(self._stop.reason is not None, self._device):
-            raise _LeftEarlyError
+        if done < total and agree(self._stop.reason is not None, current_device()):
+            raise _ValidationInterruptedError
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Start to write a checkpoint of this step, which contains its validation metrics."""
@@ -337,7 +334,7 @@ class SupervisedTrainer:
     def _state(self, metrics: dict[str, float]) -> RunState:
         """Build the state of the run after the current step, with its validation metrics."""
         return replace(
-            self._patience.store_in(self._start),
+            self._early_stopping.store_in(self._start),
             step=self._step,
             consumed_samples=self._step * self._global_batch_size,
             metrics=metrics,
@@ -406,7 +403,7 @@ class SupervisedTrainer:
             not checkpoints.is_written,
             checkpoints.has_lost_lock,
         )
-        stopping, writing, is_lost = agree_on(flags, self._device)
+        stopping, writing, is_lost = agree_on(flags, current_device())
         if is_lost:
             checkpoints.check_lock()
         if not writing:
@@ -419,105 +416,3 @@ class SupervisedTrainer:
         A signal may have reached only some of the ranks.
         """
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
-
-
-# The code below detects that a run diverges, or no longer improves.
-
-
-class DivergenceWatch:
-    """Warns once if the training loss of a new run grows instead of falling.
-
-    Even if the learning rate is far too high, losses may stay finite, so that no check for NaN ends
-    the run. Training is considered to diverge if each of the last ten losses exceeds three times
-    the loss of the first step. A few hard batches may exceed it, but not ten in a row.
-    """
-
-    _STEPS, _FACTOR = 10, 3.0
-
-    def __init__(self) -> None:
-        self._first_loss: float | None = None
-        self._recent_losses: deque[float] = deque(maxlen=self._STEPS)
-        self._has_warned = False
-
-    def add(self, loss: float) -> str | None:
-        """Record the loss of a step.
-
-        Returns:
-            A warning, when divergence is detected for the first time; otherwise None.
-        """
-        if self._first_loss is None:
-            self._first_loss = loss
-        self._recent_losses.append(loss)
-        is_full = len(self._recent_losses) == self._STEPS
-        limit = self._FACTOR * abs(self._first_loss)
-        # If no record of the first batch has a label, the first loss is 0, and there is nothing to
-        # compare with.
-        if self._has_warned or not is_full or not limit or min(self._recent_losses) <= limit:
-            return None
-        self._has_warned = True
-        mean = sum(self._recent_losses) / self._STEPS
-        return (
-            f"warning: training diverges: the mean loss of the last {self._STEPS} steps is "
-            f"{mean:.3g}, that of the first step was {self._first_loss:.3g}\n"
-            "  stop the run and lower model.optim.lr"
-        )
-
-
-@dataclass
-class EarlyStopping:
-    """Ends a run after several validations without an improvement.
-
-    See Prechelt 1998, "Early stopping - but when?".
-
-    Attributes:
-        monitor, mode: the metric to watch, and whether smaller or larger values are better.
-        allowed: the run ends after this many validations in a row without an improvement; None
-            never ends it.
-        min_delta: only a larger change than this counts as an improvement.
-        best: best value so far; None before the first validation.
-        since: number of validations since the one with the best value.
-    """
-
-    monitor: str | None = None
-    mode: MonitorMode = MonitorMode.max
-    allowed: int | None = None
-    min_delta: float = 0.0
-    best: float | None = None
-    since: int = 0
-
-    def restore(self, state: RunState) -> None:
-        """Continue with the best value and the count of a saved state, when its run resumes."""
-        self.best, self.since = state.best_value, state.validations_since_best
-
-    def store_in(self, state: RunState) -> RunState:
-        """Return ``state`` with the best value and the count, so that a checkpoint keeps them."""
-        return replace(state, best_value=self.best, validations_since_best=self.since)
-
-    def count_validation(self, metrics: Mapping[str, float]) -> None:
-        """Record a validation: update the best value, or count one more without an improvement.
-
-        NaN is no improvement. ``metrics`` without the watched metric are ignored.
-        """
-        if self.monitor is None or self.monitor not in metrics:
-            return
-        value = metrics[self.monitor]
-        if not math.isnan(value) and self._is_better(value):
-            self.best, self.since = value, 0
-        else:
-            self.since += 1
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        gain = value - self.best if self.mode is MonitorMode.max else self.best - value
-        return gain > self.min_delta
-
-    @property
-    def is_over(self) -> bool:
-        """True if ``allowed`` validations in a row were no improvement, so the run must end."""
-        return self.allowed is not None and self.since >= self.allowed
-
-    def describe(self) -> str:
-        """Describe for people why early stopping has ended the run."""
-        best = "none" if self.best is None else f"{self.best:.4f}"
-        return f"{self.since} validations in a row without a better {self.monitor} than {best}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from nemo_aligner.utils.errors import CheckpointError, one_line
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 
 # Parts of error messages that mean a full disk. torch's zip writer hides the system's error, and
 # raises one of the texts in _CUT_OFF. safetensors quotes the system's error, which is the text in
@@ -118,6 +118,37 @@ def write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.write_bytes(content)
+
+
+def write_lines(path: Path, lines: Iterable[str], setting: str = "output") -> str:
+    """Write lines in UTF-8 to a file, and make its folder if necessary.
+
+    A reader sees the complete old or new file at any time.
+
+    Args:
+        setting: name of the setting that chose the file or its folder.
+
+    Returns:
+        The path, and whether another file was replaced, for a message.
+
+    Raises:
+        ConfigError: the file cannot be written; the error names the setting.
+    """
+    text = encode_lines(lines)
+    try:
+        replaces = path.is_file() and path.read_bytes() != text
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: {path.parent} cannot be written: {write_problem(path, error)}. Name "
+            "another folder"
+        ) from error
+    return f"{path} (in place of another)" if replaces else str(path)
+
+
+def encode_lines(lines: Iterable[str]) -> bytes:
+    """Encode lines as ``write_lines`` writes them."""
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def sync_to_disk(path: Path) -> None:

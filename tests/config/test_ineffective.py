@@ -8,7 +8,8 @@ from typing import Any
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.load import idle_notes, idle_settings, load_config
+from nemo_aligner.config.ineffective import describe_ineffective_settings, find_ineffective_settings
+from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from tests.config.test_load import SCHEMAS
 
@@ -143,12 +144,12 @@ def found_idle(verb: str, ranks: int, asked: tuple[str, ...]) -> set[str]:
         if not any(setting.startswith(f"{key.name}=") for setting in asked):
             section, _, name = key.name.rpartition(".")
             setattr(attrgetter(section)(config) if section else config, name, "another")
-        if key.name in idle_settings(config, ranks):
+        if key.name in find_ineffective_settings(config, ranks):
             idle.add(key.name)
     return idle
 
 
-def test_idle_settings_are_told_of_every_kind_of_use() -> None:
+def test_ineffective_settings_are_told_of_every_kind_of_use() -> None:
     off = {}
     for verb, ranks, asked, wanted in KINDS:
         got = found_idle(verb, ranks, asked)
@@ -162,17 +163,17 @@ def test_idle_settings_are_told_of_every_kind_of_use() -> None:
     assert not off
 
 
-def test_idle_settings_are_told_with_those_that_have_it_so() -> None:
+def test_ineffective_settings_are_told_with_those_that_have_it_so() -> None:
     overlap = "model.data.allow_prompt_overlap=true"
     validation = "trainer.rm.val_check_interval=5"
     config = load_config(TrainConfig, ["model.lora.alpha=16", validation, overlap])
     files = "model.data.data_prefix.validation=[]"
-    assert idle_settings(config) == {
+    assert find_ineffective_settings(config) == {
         "model.lora.alpha": "model.lora.rank=0",
         "trainer.rm.val_check_interval": files,
         "model.data.allow_prompt_overlap": f"{files} and model.data.data_prefix.test=[]",
     }
     asked = ["server=http://a:1", "model.micro_batch_tokens=10"]
-    assert list(idle_notes(load_config(EvaluateConfig, asked))) == [
+    assert list(describe_ineffective_settings(load_config(EvaluateConfig, asked))) == [
         "note: model.micro_batch_tokens does nothing\n  with server=http://a:1"
     ]

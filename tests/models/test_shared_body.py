@@ -13,10 +13,11 @@ import pytest
 from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo import reward_model
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
 from nemo_aligner.checkpoint.nemo.fingerprint import body_fingerprint_of, read_fingerprint
 from nemo_aligner.checkpoint.nemo.folder import FINGERPRINT_NAME
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.distributed.layout import ParallelLayout

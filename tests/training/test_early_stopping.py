@@ -20,6 +20,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.training.early_stopping import EarlyStopping
 from nemo_aligner.training.resume import (
     changes_since,
     check_objective_exists,
@@ -27,7 +28,6 @@ from nemo_aligner.training.resume import (
     new_state,
     resumed_state,
 )
-from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests.data.files import build, write
 from tests.harness import tiny
@@ -41,7 +41,7 @@ def count_validations(patience: EarlyStopping, *values: float) -> list[int]:
     counts = []
     for value in values:
         patience.count_validation({NAME: value})
-        counts.append(patience.since)
+        counts.append(patience.validations_since_best)
     return counts
 
 
@@ -51,12 +51,12 @@ def test_patience_counts_validations_that_are_no_better() -> None:
         (MonitorMode.max, 0.05, [0, 1, 2, 3, 0]),
         (MonitorMode.min, 0.0, [0, 1, 2, 0, 1]),
     ):
-        patience = EarlyStopping(NAME, mode, allowed=9, min_delta=min_delta)
+        patience = EarlyStopping(NAME, mode, patience=9, min_delta=min_delta)
         assert count_validations(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
     # A NaN is no better; a validation without the metric does not count.
-    patience = EarlyStopping(NAME, allowed=2)
+    patience = EarlyStopping(NAME, patience=2)
     patience.count_validation({"other/accuracy": 1.0})
-    assert (patience.best, patience.since) == (None, 0)
+    assert (patience.best, patience.validations_since_best) == (None, 0)
     assert count_validations(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over
     assert patience.describe() == f"2 validations in a row without a better {NAME} than none"
@@ -67,9 +67,9 @@ def test_patience_counts_validations_that_are_no_better() -> None:
 
 
 def test_a_run_goes_on_with_what_it_has_waited() -> None:
-    patience = EarlyStopping(NAME, allowed=3)
+    patience = EarlyStopping(NAME, patience=3)
     count_validations(patience, 0.5, 0.4, 0.4)
-    later = EarlyStopping(NAME, allowed=3)
+    later = EarlyStopping(NAME, patience=3)
     later.restore(patience.store_in(RunState(3, 24)))
     assert count_validations(later, 0.45) == [3]
     assert later.is_over

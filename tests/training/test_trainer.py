@@ -17,9 +17,10 @@ from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig, TrainerConfig
 from nemo_aligner.cpu.matmuls import FreedMemory
 from nemo_aligner.distributed.launch import launch
+from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
 from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.training.signals import SignalHandler
-from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
+from nemo_aligner.training.trainer import SupervisedTrainer
 from nemo_aligner.utils.console import Watch
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
@@ -118,7 +119,7 @@ def trainer_of(
     config.model.global_batch_size = 8
     stop = SignalHandler("00:00:00:01", now=lambda: diary.now)
     diary.step = state.step
-    arguments = (diary, config, total, state, checkpoints, diary, stop, "cpu", patience)
+    arguments = (diary, config, total, state, checkpoints, diary, stop, patience)
     return SupervisedTrainer(*arguments)
 
 
@@ -206,14 +207,14 @@ def test_trainer_logs_saves_and_says_what_it_did(
 def test_trainer_ends_early_where_validations_get_no_better(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    diary, patience = Diary(), EarlyStopping("validation/accuracy", allowed=2)
+    diary, patience = Diary(), EarlyStopping("validation/accuracy", patience=2)
     assert fit(diary, 9, patience=patience, val_check_interval=1, save_interval=None) is None
     assert diary.events[-4:] == ["train 2", "validate 3", "save 3", "publish 3"]
     message = "training ends at step 3: 2 validations in a row without a better validation/accuracy"
     assert message in capsys.readouterr().out
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
     again = Diary()
-    patience = EarlyStopping("validation/accuracy", allowed=2)
+    patience = EarlyStopping("validation/accuracy", patience=2)
     patience.restore(diary.saved[-1])
     assert fit(again, 9, diary.saved[-1], patience, val_check_interval=1) is None
     assert again.events == []
@@ -378,7 +379,7 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
     start = fresh if latest is None else resumed_state(fresh, latest.state)
-    patience = EarlyStopping(diary.monitor, allowed=2)
+    patience = EarlyStopping(diary.monitor, patience=2)
     patience.restore(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}
     outcome = trainer_of(diary, 11, start, checkpoints, patience, **intervals).fit()

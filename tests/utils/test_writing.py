@@ -14,16 +14,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.checkpoint.weights.save import _as_checkpoint_error
 from nemo_aligner.cli.main import _describe_for_user
-from nemo_aligner.data.records import write_lines, write_records
+from nemo_aligner.data.records import write_records
 from nemo_aligner.utils import writing
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.writing import (
     explaining_full_disk,
     replacing,
+    write_lines,
     write_problem,
     write_whole,
 )

@@ -45,8 +45,7 @@ from nemo_aligner.checkpoint.hf.source import (
     open_source,
     split_fused_experts,
 )
-from nemo_aligner.checkpoint.nemo.archive import scratch_beside
-from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.config.model import ScoredPosition

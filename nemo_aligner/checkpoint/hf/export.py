@@ -62,8 +62,9 @@ from nemo_aligner.checkpoint.hf.transformers_classes import (
     class_name,
     has_class,
 )
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
+from nemo_aligner.checkpoint.nemo.write import scratch_beside
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import HEADS, SIGMOID

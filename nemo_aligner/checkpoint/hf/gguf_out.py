@@ -35,9 +35,10 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     build_exported_head,
 )
 from nemo_aligner.checkpoint.hf.source import hf_shapes
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of, model_shape
+from nemo_aligner.checkpoint.nemo.write import scratch_beside
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of, torch_dtype
 from nemo_aligner.contract.contract import ScoringContract

@@ -3,8 +3,7 @@
 The modules, in the order in which an archive is read:
 
 - ``archive``: ``open_nemo`` unpacks an archive once per host, compares its files with its
-  ``checksums``, and yields a ``NemoFolder``. The same module writes archives, complete or not at
-  all.
+  ``checksums``, and yields a ``NemoFolder``. ``write`` writes archives, complete or not at all.
 - ``folder``: ``NemoFolder`` finds settings, weights, tokenizer and scoring contract in a checkpoint
   of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM; ``settings`` translates their
   settings.
@@ -14,7 +13,7 @@ The modules, in the order in which an archive is read:
   and contract without the weights. ``initial_head`` copies a head from another model.
 
 Two more modules: ``fingerprint`` identifies the weights of an archive, and of its body alone;
-``write`` writes the archives of conversions one tensor at a time.
+``training_data`` names the data that a model was trained on.
 """
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -1,4 +1,4 @@
-"""Open NeMo archives safely, once per host, and write them completely or not at all.
+"""Open NeMo archives safely, once per host; ``write.py`` writes them.
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member, which other programs' archives lack.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -17,7 +16,6 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -26,16 +24,11 @@ import yaml
 
 from nemo_aligner.checkpoint.conversion_cache import find_archive, is_hub_name
 from nemo_aligner.checkpoint.nemo.checksums import (
-    CHECKSUMS_NAME,
     compare_checksums,
     has_checksums,
     verify_folder,
 )
 from nemo_aligner.checkpoint.nemo.folder import (
-    CONFIG_NAME,
-    CONTRACT_NAME,
-    FINGERPRINT_NAME,
-    TOKENIZER_NAME,
     WEIGHTS_NAME,
     NemoFolder,
     folder_of,
@@ -50,7 +43,7 @@ from nemo_aligner.distributed.collectives import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
-from nemo_aligner.utils.writing import explaining_full_disk, sync_to_disk, write_problem
+from nemo_aligner.utils.writing import write_problem
 
 # Opening: an archive is unpacked once per host, and checked before anything in it is used.
 
@@ -455,126 +448,6 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
             f"member {member.name!r} ends {left} bytes early, so the archive is cut off"
         )
     return digest.hexdigest()
-
-
-# The code below writes an archive.
-
-
-@contextmanager
-def scratch_beside(output: Path) -> Iterator[Path]:
-    """Provide a temporary folder next to ``output``, on the same disk; remove it after the block.
-
-    Raises:
-        CheckpointError: ``output`` exists already, or cannot be written.
-    """
-    if output.exists():
-        raise CheckpointError(f"{output}: it exists already. Choose another name, or remove it")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = make_temporary(f".{output.name}.", output.parent)
-    except OSError as error:
-        problem = write_problem(output, error)
-        raise CheckpointError(f"{output}: cannot be written: {problem}") from error
-    try:
-        with explaining_full_disk(output):
-            yield scratch
-    finally:
-        remove_temporary(scratch)
-
-
-def write_nemo(
-    path: str | Path,
-    config: dict[str, Any],
-    weights: Path,
-    tokenizer: Path,
-    contract: dict[str, Any] | None = None,
-    fingerprints: Mapping[str, str] | None = None,
-) -> None:
-    """Write an archive that appears complete or not at all; one process calls it.
-
-    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, which is how NeMo refers to a
-    member of the archive. The last member, ``checksums.json``, has the sha256 of all others.
-
-    Args:
-        config: settings of the model by the keys of ``model_config.yaml``.
-        weights: folder of a distributed checkpoint.
-        tokenizer: folder of a tokenizer.
-        contract: content of ``scoring_contract.json``; None for a base model.
-        fingerprints: content of ``model_fingerprint.json``, see ``build_fingerprints``.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
-    config = {**config, "tokenizer": tokenizer_config}
-    # A killed process may have left this file; it is overwritten.
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as stream:
-            with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
-                archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
-                if contract is not None:
-                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                # Put the fingerprints before the weights, so that ``read_members`` finds it without
-                # reading past them.
-                if fingerprints is not None:
-                    archive.add_text(FINGERPRINT_NAME, json.dumps(fingerprints))
-                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
-                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
-                # Put the checksums last: a tar is written in one pass, and they are complete only
-                # now.
-                archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
-            stream.flush()
-            os.fsync(stream.fileno())
-        # os.replace is atomic: after a crash, ``path`` is either the complete old archive or the
-        # complete new one.
-        os.replace(partial, path)
-        sync_to_disk(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-class _SummingTar(tarfile.TarFile):
-    """Tar writer that computes the sha256 of each member, for ``checksums.json``."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.sums: dict[str, str] = {}
-
-    def add_text(self, name: str, text: str) -> None:
-        data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # ``read_members`` would reject such a member
-            raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
-        member = tarfile.TarInfo(f"./{name}")
-        member.size = len(data)
-        self.addfile(member, BytesIO(data))
-
-    def addfile(self, member: tarfile.TarInfo, fileobj: Any = None) -> None:
-        if fileobj is None:
-            super().addfile(member)
-            return
-        hashing_file = _HashingFile(fileobj)
-        super().addfile(member, hashing_file)  # type: ignore[arg-type]
-        self.sums[PurePosixPath(member.name).as_posix()] = hashing_file.digest.hexdigest()
-
-
-class _HashingFile:
-    """File that computes the sha256 of all bytes that are read from it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        block = self._file.read(size)
-        self.digest.update(block)
-        return block
-
-
-def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Filter for ``TarFile.add`` that removes the private names and ids of a file's owner."""
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
 
 
 def read_model_config(path: Path) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     LEARNED_BY_OBJECTIVE,
     PREFIX,
 )
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.fingerprint import (
     body_fingerprint_of,
     build_fingerprints,
@@ -40,6 +40,7 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
     model_shape,
     read_head,
 )
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, fill_outlines, save_weights
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import (

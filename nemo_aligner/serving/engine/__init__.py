@@ -11,6 +11,9 @@ A row (one sample) passes these files in this order:
 ``prefix_cache.py``   plans which prefixes of samples are in the cache and need no computing
 ``shaping.py``        ``RewardShaper``: standardizes, merges, penalizes and clips rewards
 
+``meter.py`` counts requests and calls. ``read_write_lock.py`` lets a critic's training and saving
+have the model alone.
+
 Before the queue, ``serving/intake.py`` encodes samples in the threads of ``timed_threads.py``,
 which can stop a chat template that never ends. Evaluation and the Python API use ``scorer.py``
 without the queue.

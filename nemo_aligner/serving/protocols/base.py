@@ -176,7 +176,7 @@ class Route(Generic[T]):
             rows are scored. If not, one such row fails the whole request.
         completes_turns: whether a raw text or token row that ends with an end-of-turn token is
             completed with the text that the model's chat template writes after that token
-            (``gateway.complete_turns``).
+            (``server.complete_turns``, ``gateway.complete_turns``).
         with_other_reply: builds the same request with a reply that is always valid. If a sample is
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_aligner.checkpoint.hf import export as hf_export
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.export import ShardWriter
 from nemo_aligner.checkpoint.hf.exported_tokenizer import write_tokenizer
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.checkpoint.weights.store import TensorStore
 from nemo_aligner.contract.scorer import score_all
@@ -299,24 +300,32 @@ def test_export_in_bf16_is_rounded_once(three: Path, layout: Any, tmp_path: Path
     assert convert(tmp_path / "out", tmp_path / "rm.nemo").contract == summary.contract
 
 
-def test_router_bias_stays_fp32_and_further_layers_are_dropped(layout: Any, tmp_path: Path) -> None:
-    """GLM-4.5's files have a layer behind the last one, which predicts further tokens."""
+def test_router_stays_fp32_and_further_layers_are_dropped(layout: Any, tmp_path: Path) -> None:
+    """transformers reads weight and bias of the router in fp32, whatever dtype it is asked for.
+
+    GLM-4.5's files have a layer behind the last one, which predicts further tokens.
+    """
     families.write_reward_model(tmp_path / "hf", "glm4_moe", torch.float32)
     edit_tensors(tmp_path / "hf", {"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", dtype=torch.bfloat16)
     assert "dropped: 1 tensors model.layers.4.*" in str(summary)
     assert "parameters in bf16" in str(summary)
-    key, source = "mlp.gate.e_score_correction_bias", tensors_of(tmp_path / "hf")
-    expected = source[f"model.layers.2.{key}"]
-    assert not torch.equal(expected, expected.bfloat16().float())
-    with open_nemo(tmp_path / "rm.nemo") as folder:
-        stored = folder.store.read("model.decoder.layers.2.mlp.router.expert_bias")
+    source = tensors_of(tmp_path / "hf")
     export(tmp_path / "rm.nemo", tmp_path / "back", layout, dtype=torch.bfloat16)
     exported = tensors_of(tmp_path / "back")
-    assert exported["model.layers.2.mlp.gate.weight"].dtype is torch.bfloat16
-    for bias in (stored, exported[f"model.layers.2.{key}"]):
-        assert bias.dtype is torch.float32
-        assert torch.equal(bias, expected)
+    assert exported["model.layers.2.self_attn.o_proj.weight"].dtype is torch.bfloat16
+    read = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "back", dtype=torch.bfloat16
+    ).state_dict()
+    for name, key in (("expert_bias", "e_score_correction_bias"), ("weight", "weight")):
+        theirs = f"model.layers.2.mlp.gate.{key}"
+        expected = source[theirs]
+        assert not torch.equal(expected, expected.bfloat16().float())
+        with open_nemo(tmp_path / "rm.nemo") as folder:
+            stored = folder.store.read(f"model.decoder.layers.2.mlp.router.{name}")
+        for tensor in (stored, exported[theirs], read[theirs]):
+            assert tensor.dtype is torch.float32
+            assert torch.equal(tensor, expected)
 
 
 def test_export_shards_are_no_larger_than_asked_for(

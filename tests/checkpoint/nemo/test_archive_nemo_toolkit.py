@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from tests.harness.environments import kept_environment, make_environment
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")

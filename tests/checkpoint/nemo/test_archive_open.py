@@ -15,12 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_aligner.checkpoint.nemo.archive import (
-    find_preparing_rank,
-    keep_archives,
-    open_nemo,
-    write_nemo,
-)
+from nemo_aligner.checkpoint.nemo.archive import find_preparing_rank, keep_archives, open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb
@@ -160,7 +156,7 @@ def test_write_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, part
     path = tmp_path / "out" / "model.nemo"
     script = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from nemo_aligner.checkpoint.nemo.archive import write_nemo\n"
+        "from nemo_aligner.checkpoint.nemo.write import write_nemo\n"
         "os.fsync = lambda stream: os.kill(os.getpid(), 9)\n"
         "write_nemo(sys.argv[1], {}, Path(sys.argv[2]), Path(sys.argv[3]))"
     )
