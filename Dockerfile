@@ -2,8 +2,8 @@
 # from pyproject.toml.
 #   docker build -t nemo_aligner .
 #   docker run --gpus all --shm-size=1g -it nemo_aligner    NCCL needs shared memory for several GPUs
-# It runs as the user 10001, not as root: what it shall write into a folder of the host, that user
-# has to be let (or --user "$(id -u):$(id -g)" --env HOME=/tmp, to write as who starts it).
+# It runs as the user 10001, not as root: that user needs write access to mounted folders (or
+# --user "$(id -u):$(id -g)" --env HOME=/tmp to write as yourself).
 #
 # 26.01 is the newest whose TransformerEngine (2.11) is one that megatron-core 0.16.1 asks for, and
 # its torch (2.10) has varlen attention: one kernel for all texts of a pack, where torch before 2.10
@@ -39,8 +39,8 @@ WORKDIR /workspace/nemo_aligner
 COPY . .
 
 # The server needs no Triton. For gRPC or perf_analyzer (server.triton_port):
-# --build-arg EXTRAS=serving,gguf,triton, which installs a numpy below 2.
-ARG EXTRAS=serving,gguf
+# --build-arg EXTRAS=serving,gguf,hub,report,triton, which installs a numpy below 2.
+ARG EXTRAS=serving,gguf,hub,report
 
 # The image's torch fits its CUDA and its TransformerEngine: nothing may replace it.
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \

@@ -83,6 +83,26 @@ for requirement in requirements:
 PYTHON
 }
 
+# Makes the environment in the folder $1; without success, no half-made folder remains.
+_make_venv() {
+    local base options=("$1")
+    base="$(_find_python)" || return 1
+    echo "making $1 with $("$base" --version)"
+    # On a GPU machine the installed torch fits the driver: let the environment use it.
+    if has_gpu && "$base" -c "import torch" 2> /dev/null; then
+        options=(--system-site-packages "$1")
+    fi
+    # Debian's Python prints several lines to stdout if it lacks the package that is named below.
+    "$base" -m venv "${options[@]}" > /dev/null && return
+    if [ ! -f "$1/bin/activate" ]; then
+        rm -rf "$1"
+    fi
+    local package
+    package="$("$base" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+    echo "error: $base could not make $1; on Debian and Ubuntu install $package (apt install $package), then try again" >&2
+    return 1
+}
+
 # Keeps an active environment; otherwise activates .venv, and makes it if it does not exist.
 _activate() {
     if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
@@ -93,16 +113,9 @@ _activate() {
         return
     fi
     local venv="$REPO/.venv"
-    if [ ! -x "$venv/bin/python" ]; then
-        local base
-        base="$(_find_python)" || return 1
-        echo "making $venv with $("$base" --version)"
-        # On a GPU machine the installed torch fits the driver: let the environment use it.
-        if has_gpu && "$base" -c "import torch" 2> /dev/null; then
-            "$base" -m venv --system-site-packages "$venv" || return 1
-        else
-            "$base" -m venv "$venv" || return 1
-        fi
+    # venv writes bin/activate last: a folder without it is half-made.
+    if [ ! -x "$venv/bin/python" ] || [ ! -f "$venv/bin/activate" ]; then
+        _make_venv "$venv" || return 1
     fi
     # shellcheck disable=SC1091
     source "$venv/bin/activate"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 import sys
@@ -25,7 +26,7 @@ from nemo_aligner.config.describe import (
     suggestion,
 )
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.processes import environment, is_first_rank, is_launched
+from nemo_aligner.utils.processes import environment, find_process, is_first_rank
 
 PROGRAM = "nemo-aligner"
 T = TypeVar("T")
@@ -226,12 +227,16 @@ def _render_notes(notes: Sequence[str]) -> str:
 def starts_ranks(options: argparse.Namespace) -> bool:
     """Tell if this process must start ranks that run the verb, because of ``--processes``.
 
+    In an interactive shell of Slurm (``srun --pty bash``) every command is the only task of a step,
+    and may start ranks. They do not read that step's variables, because ``run_ranks`` sets those of
+    torchrun, which come first.
+
     Raises:
-        ConfigError: a launcher has started this process as a rank already.
+        ConfigError: a launcher has started this process as one of several ranks already.
     """
     if options.processes in (None, 1):
         return False
-    if is_launched():
+    if find_process(os.environ).world_size > 1:
         raise ConfigError(
             f"processes: got {options.processes}, but torchrun or srun has started this process "
             "already. Omit --processes"

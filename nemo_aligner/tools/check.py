@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from nemo_aligner.tools.invariance import (
 )
 from nemo_aligner.tools.layouts_worker import run_world, score_everywhere
 from nemo_aligner.utils.errors import CheckpointError, DataError
-from nemo_aligner.utils.processes import is_launched
+from nemo_aligner.utils.processes import find_process
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def run_check(check: Check, output: Path | None) -> bool:
         )
     texts = choose_samples(check, base.tokenizer, contract)
     precision = check.precision or contract.dtype
-    if is_launched():
+    # A shell of Slurm (srun --pty bash) is a launch of one task, which may start ranks.
+    if find_process(os.environ).world_size > 1:
         scored = score_everywhere(
             check.checkpoint, texts, Precision(precision), check.min_model_parallel
         )

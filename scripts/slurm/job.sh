@@ -4,7 +4,7 @@
 #   CONTAINER_MOUNTS  folders that the container sees, separated by commas; the folder of sbatch is
 #                     always among them
 #   OMP_NUM_THREADS   CPU threads of each task; without it, its --cpus-per-task
-#   NCCL_*            passed on unchanged (docs/clusters.md)
+#   NCCL_*, GLOO_*    passed on unchanged (docs/clusters.md)
 
 # launch ARGUMENTS...: start `nemo-aligner ARGUMENTS` as every task of the job. srun tells each task
 # its rank, and the ranks read it: SLURM_PROCID and others.
@@ -14,6 +14,10 @@ launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
     local options=(--kill-on-bad-exit=1) program=(nemo-aligner)
     local mounts="$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+    # In a container the image's packages count, not those of ~/.local, which may be mounted.
+    if [ -n "${CONTAINER_IMAGE:-}" ]; then
+        export PYTHONNOUSERSITE=1
+    fi
     case "${CONTAINER_IMAGE:-}" in
         "")
             if [ -f .venv/bin/activate ]; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -131,13 +132,47 @@ def test_python_without_the_dependencies_says_what_to_do(tmp_path: Path) -> None
     command = [*BARE, "-m", "nemo_aligner", "train"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr.startswith("the module yaml is not installed in ")
+    assert done.stderr.startswith("the module omegaconf is not installed in ")
     assert "source .venv/bin/activate" in done.stderr
     command = [*BARE, str(ROOT / "examples" / "train_reward_model.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     assert "'nemo_aligner': activate its environment (source .venv/bin/activate)" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# A Python of Debian without its package for virtual environments.
+WITHOUT_VENV = """#!/bin/sh
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    ln -s "$0" "$3/bin/python"
+    echo "several lines"
+    exit 1
+fi
+exec {python} "$@"
+"""
+
+
+def test_script_names_the_package_without_which_python_makes_no_environment(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "environment.sh", tmp_path / "scripts")
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_VENV.format(python=sys.executable))
+    python.chmod(0o755)
+    variables = {"PATH": "/usr/bin:/bin", "NEMO_ALIGNER_PYTHON": str(python)}
+    command = ["bash", "-euc", "source scripts/environment.sh; use_environment serving"]
+    for _ in range(2):  # a half-made folder would change the second attempt
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=60
+        )
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert f"on Debian and Ubuntu install {package}" in done.stderr
+        assert "several lines" not in done.stdout
+        assert not (tmp_path / ".venv").exists()
 
 
 def test_examples_only_run_their_verb() -> None:

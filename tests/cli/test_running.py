@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import main, run_verb
-from nemo_aligner.cli.parser import Parser, fraction, names, positive
+from nemo_aligner.cli.parser import Parser, fraction, names, positive, starts_ranks
 from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
-from tests.harness.launching import ROOT
+from tests.harness import tiny
+from tests.harness.launching import ROOT, TORCHRUN, run_local_ranks
 from tests.serving.client.misbehaving import Misbehaving
 
 Captured = pytest.CaptureFixture[str]
@@ -69,6 +70,56 @@ def test_option_values_are_read_and_checked() -> None:
     for text in ("0", "-1", "2.5", ""):
         with pytest.raises(argparse.ArgumentTypeError, match=f"got '{text}', wanted"):
             positive(text)
+
+
+# What Slurm sets in the shell of ``srun --pty bash``, which is the only task of its step.
+SLURM_SHELL = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "gpu003",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_JOB_ID": "71002",
+}
+
+
+def test_processes_start_ranks_unless_a_launcher_has_started_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*SLURM_SHELL, *TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    launched_twice = "processes: got 2, but torchrun or srun has started this process already"
+    for launcher, error in (
+        ({}, None),
+        (SLURM_SHELL, None),
+        ({**SLURM_SHELL, "SLURM_STEP_NUM_TASKS": "8"}, launched_twice),
+        (TORCHRUN, launched_twice),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in launcher.items():
+                patch.setenv(name, value)
+            assert not starts_ranks(argparse.Namespace(processes=1))
+            if error is None:
+                assert starts_ranks(argparse.Namespace(processes=2))
+            else:
+                with pytest.raises(ConfigError, match=error):
+                    starts_ranks(argparse.Namespace(processes=2))
+
+
+def test_ranks_started_in_a_shell_of_slurm_do_not_read_its_variables(tmp_path: Path) -> None:
+    program = """
+import pathlib, sys
+from nemo_aligner.distributed.launch import launch
+with launch() as world:
+    numbers = f"{world.local_rank} {world.world_size}"
+    pathlib.Path(sys.argv[1], str(world.rank)).write_text(numbers)
+"""
+    variables = tiny.environment(**SLURM_SHELL)
+    done = run_local_ranks(["-c", program, str(tmp_path)], variables)
+    assert done.returncode == 0, done.stderr
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {"0": "0 2", "1": "1 2"}
 
 
 def failing(error: BaseException) -> Callable[[argparse.Namespace], int]:

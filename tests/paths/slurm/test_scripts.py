@@ -171,7 +171,9 @@ def test_task_runs_in_the_container_with_its_cpus(
     tmp_path: Path, image: str, expected: str
 ) -> None:
     srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
+    srun.write_text(
+        '#!/bin/sh\necho "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK ${PYTHONNOUSERSITE:-0} $*"\n'
+    )
     srun.chmod(0o755)
     variables = tiny.environment(
         PATH=f"{tmp_path}:/usr/bin:/bin",
@@ -180,9 +182,11 @@ def test_task_runs_in_the_container_with_its_cpus(
         SLURM_CPUS_PER_TASK="6",
     )
     variables.pop("OMP_NUM_THREADS")
+    variables.pop("PYTHONNOUSERSITE", None)
     command = ["bash", "-ec", f"source {SLURM}/job.sh; launch train a=b"]
     shown = subprocess.check_output(command, cwd=tmp_path, env=variables, text=True)
-    assert shown.strip() == f"6 6 {expected.format(folder=tmp_path)}"
+    # In a container, packages of the user's home are not imported.
+    assert shown.strip() == f"6 6 {int(bool(image))} {expected.format(folder=tmp_path)}"
 
 
 def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
