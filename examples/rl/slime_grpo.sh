@@ -5,7 +5,8 @@
 #   ray start --head --num-gpus 8 && bash slime_grpo.sh
 #
 # A line of prompts.jsonl is {"prompt": [{"role": "user", "content": "What is red?"}]}. The policy
-# and the reward model must have the same chat template, because slime sends texts.
+# and the reward model must have the same chat template, because slime sends texts. They end with
+# the end of the turn, where the reward is read, so do not pass --rollout-skip-special-tokens.
 # Without refused_reward, a reply that the reward model cannot score ends the run.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/remote_rm
@@ -29,7 +30,6 @@ ray job submit --address=http://127.0.0.1:8265 \
     --input-key prompt \
     --apply-chat-template \
     --rollout-shuffle \
-    --rollout-skip-special-tokens \
     --num-rollout 1000 \
     --rollout-batch-size 32 \
     --n-samples-per-prompt 8 \

@@ -10,8 +10,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import with_tools
+from nemo_aligner.contract.messages import with_tools, without_struct_nulls
 from nemo_aligner.contract.readout import one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import DataError
@@ -48,9 +50,9 @@ async def compute_score(
     if not _contracts:
         _contracts.append(await _client.contract_async())
     attributes = _name_attributes(_contracts[0])
-    # verl's data is Arrow, which turns lists into arrays.
-    messages = [*map(dict, extra_info["prompt"]), {"role": "assistant", "content": solution_str}]
-    sample = with_tools(messages, extra_info.get("tools"))
+    prompt = without_struct_nulls(_as_lists(extra_info["prompt"]))
+    tools = without_struct_nulls(_as_lists(extra_info.get("tools")), is_inside=True)
+    sample = with_tools([*prompt, {"role": "assistant", "content": solution_str}], tools)
     scored = await _client.score_rows_async([sample])
     if scored.errors:
         if refused_reward is None:
@@ -63,6 +65,13 @@ async def compute_score(
         "score": float(reward[0]),
         **dict(zip(attributes, map(float, scored.rewards[0]), strict=True)),
     }
+
+
+def _as_lists(value: Any) -> Any:
+    """Return a value of a row with lists in place of the arrays that verl may get from Arrow."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [*map(_as_lists, value)] if isinstance(value, list | np.ndarray) else value
 
 
 def _name_attributes(contract: ScoringContract) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_aligner.contract.completion import without_trailing_pad
+from nemo_aligner.contract.completion import complete_ids, without_trailing_pad
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import OPEN_ENDED
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError
 
@@ -28,6 +29,19 @@ class TextEncoder:
             raise OverlongError(f"{error}. {_SHORTEN}") from error
         self._check_ids(encoded.token_ids)
         return encoded
+
+    def adds_special_tokens(self, text: str) -> bool:
+        """Tell whether BOS or EOS is added to a raw text, which may have them already.
+
+        Raises:
+            DataError: the text is empty, or begins with BOS twice.
+        """
+        contract = self.contract
+        if not (contract.add_bos or contract.add_eos):
+            return False
+        ids, ends = self.tokenizer.encode(text), contract.scored_position not in OPEN_ENDED
+        completed = complete_ids(contract, ids, is_raw=True, ends=ends)
+        return completed != complete_ids(contract, ids, is_raw=False, ends=ends)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
         """Turn token ids that a client has sent into the ids to score.

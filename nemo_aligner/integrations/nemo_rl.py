@@ -25,6 +25,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
     with_principle,
     with_tools,
+    without_struct_nulls,
 )
 from nemo_aligner.contract.readout import one_reward, reward_weights, weighted_components
 from nemo_aligner.contract.scorer import Scorer
@@ -266,14 +267,16 @@ def messages_processor(
     The datum has the conversation as ``messages``; a reply at the end is dropped. It may have
     ``tools``, a list, or a list as a JSON string; and ``principle``, by which the reply is
     rewarded. The policy gets the prompt in the policy's chat template, without the principle; the
-    environment gets messages and principle in ``extra_env_info``. A prompt of more than
-    ``max_seq_length`` tokens is cut to a few tokens, and excluded from the loss.
+    environment gets messages and principle in ``extra_env_info``. A prompt of ``max_seq_length``
+    tokens or more, which leaves none for the reply, is cut to a few tokens, and excluded from the
+    loss.
 
     Raises:
         ConfigError: the ``prompt_file`` of NeMo RL's data settings does not have one ``{}``.
         DataError: the datum has no messages before the reply, or its tools cannot be read.
     """
-    messages = [_select_keys(turn) for turn in datum_dict["messages"]]
+    # Arrow fills missing keys of tools and calls with nulls.
+    messages = [_select_keys(without_struct_nulls(turn)) for turn in datum_dict["messages"]]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -283,14 +286,15 @@ def messages_processor(
     if task_data_spec.prompt:
         check_template(task_data_spec.prompt, "prompt_file")
         messages[-1]["content"] = fill_template(task_data_spec.prompt, messages[-1]["content"])
-    conversation = with_tools(messages, datum_dict.get(TOOLS_KEY))
+    row_tools = without_struct_nulls(datum_dict.get(TOOLS_KEY), is_inside=True)
+    conversation = with_tools(messages, row_tools)
     tools = {TOOLS_KEY: conversation.tools} if isinstance(conversation, Conversation) else {}
     principle = {key: datum_dict[key] for key in (PRINCIPLE_KEY,) if datum_dict.get(key)}
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **tools
     )
     token_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-    length, is_long = len(token_ids), len(token_ids) > max_seq_length
+    length, is_long = len(token_ids), len(token_ids) >= max_seq_length
     policy_ids = token_ids[: min(_FEWEST_TOKENS, max_seq_length)] if is_long else token_ids
     datum = {
         "message_log": [{"role": "user", "content": text, "token_ids": policy_ids}],

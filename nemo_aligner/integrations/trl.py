@@ -6,11 +6,17 @@ Importing this module does not import TRL.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_aligner.config.common import Aggregate
-from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
+from nemo_aligner.contract.messages import (
+    REASONING,
+    Conversation,
+    Text,
+    messages_of,
+    without_struct_nulls,
+)
 from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.serving.client import RewardClient
@@ -36,8 +42,11 @@ class RewardFunction:
         name: str,
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
+        drops_reasoning: bool = False,
     ) -> None:
         """Store the options, which ``reward_function`` has checked; its docstring explains them."""
+        self._drops_reasoning = drops_reasoning
+        self._has_warned_of_reasoning = False
         self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name
@@ -76,11 +85,14 @@ class RewardFunction:
         # Arrow fills missing keys of prompts and tools with nulls, which are removed here.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
+        if self._drops_reasoning:
+            completions = [*map(_without_reasoning, completions)]
         samples = [
             _join(without_struct_nulls(prompt), completion, row_tools or self._tools)
             for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
         ]
         scored = self._client.score_rows(samples)
+        self._warn_of_reasoning(completions, scored.errors)
         if samples and "log_metric" in columns:
             refused = len(scored.errors) / len(samples)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
@@ -93,6 +105,19 @@ class RewardFunction:
             rewards = scored.aggregated(self._aggregate, self._scale, sizes)
         return one_reward(rewards, self._weights).tolist()
 
+    def _warn_of_reasoning(self, completions: Sequence[Text], errors: Mapping[int, str]) -> None:
+        """Log the first rejected completion with reasoning, and the option that may help."""
+        row = next((row for row in errors if _has_reasoning(completions[row])), None)
+        if row is None or self._has_warned_of_reasoning:
+            return
+        self._has_warned_of_reasoning = True
+        logger.warning(
+            "completion %d, which has reasoning, gets no reward: %s. If the reward model's chat "
+            "template has no reasoning, pass reasoning='drop' to reward_function",
+            row,
+            errors[row],
+        )
+
 
 def reward_function(
     url: str | Sequence[str],
@@ -102,6 +127,7 @@ def reward_function(
     retry_s: float = _PATIENCE_S,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     aggregate: str | None = None,
+    reasoning: str = "keep",
     wait_s: float = _START_S,
     **options: Any,
 ) -> RewardFunction:
@@ -118,6 +144,9 @@ def reward_function(
         aggregate: how a model's rewards of turns or steps become one reward of a completion:
             ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). Steps in the prompt
             are ignored. None keeps the rule of the scoring contract, which includes these steps.
+        reasoning: ``drop`` scores completions without the reasoning that TRL has parsed out of
+            them; ``keep`` leaves it in the messages, and the server rejects them if the reward
+            model's chat template has no reasoning.
         retry_s: how long training waits for a server that is gone, in seconds.
         wait_s: how long the first step waits for a server that is not up yet, in seconds.
         options: more options of ``RewardClient``, e.g. ``expect``.
@@ -128,11 +157,18 @@ def reward_function(
     rules = [rule.value for rule in Aggregate]
     if aggregate is not None and aggregate not in rules:
         raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(rules)}")
+    if reasoning not in ("keep", "drop"):
+        raise ConfigError(f"reasoning: got {reasoning!r}, wanted keep or drop")
     schemas = [_schema_of(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, wait_s=wait_s, **options)
     rule = None if aggregate is None else Aggregate(aggregate)
     return RewardFunction(
-        client, attribute, name or attribute or "reward_model", schemas or None, rule
+        client,
+        attribute,
+        name or attribute or "reward_model",
+        schemas or None,
+        rule,
+        drops_reasoning=reasoning == "drop",
     )
 
 
@@ -158,6 +194,19 @@ def _warn_of_raw_texts(
             "prompts that are lists of messages. Ignore this if the model was trained on raw texts",
             fault,
         )
+
+
+def _has_reasoning(completion: Text) -> bool:
+    return any(turn.get(key) for turn in messages_of(completion) for key in REASONING)
+
+
+def _without_reasoning(completion: Text) -> Text:
+    if isinstance(completion, str):
+        return completion
+    return [
+        {key: value for key, value in turn.items() if key not in REASONING}
+        for turn in messages_of(completion)
+    ]
 
 
 def _schema_of(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:

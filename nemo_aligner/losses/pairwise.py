@@ -270,24 +270,24 @@ def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
 # Rules that merge the rewards of a sample's turns or steps into one reward.
 
 
-def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
+def aggregate(rewards: Tensor, records: Records, rule: str) -> Tensor:
     """Merge the rewards ``[S, A]`` of turns or steps into one reward per sample, ``[Q, A]``.
 
-    ``how`` is ``last``, ``min`` or ``mean`` of the rewards r, or ``product``, which is
+    ``rule`` is ``last``, ``min`` or ``mean`` of the rewards r, or ``product``, which is
     ``sum log sigmoid(r)``: the logarithm of the product of the steps' probabilities. Lightman et
     al. 2023, "Let's Verify Step by Step", section 2.5, compare product and minimum.
     """
     bounds = records.reward_bounds
-    if records.num_samples == len(rewards) and how != "product":
+    if records.num_samples == len(rewards) and rule != "product":
         return rewards
-    if how == "last":
+    if rule == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
     # Merge sample by sample: in a segmented sum, the rounding of a sample's result would depend on
     # the other samples in the batch.
     parts = rewards.split(bounds.diff().tolist())
-    if how == "min":
+    if rule == "min":
         merged = [part.amin(dim=0, keepdim=True) for part in parts]
-    elif how == "mean":
+    elif rule == "mean":
         merged = [part.mean(dim=0, keepdim=True) for part in parts]
     else:
         merged = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]

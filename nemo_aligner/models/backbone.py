@@ -349,8 +349,9 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor hybrid models, nor output gates, nor
     norms of queries and keys after RoPE, nor the traits of a Gemma 4. The code path that calls them
-    supports neither biases of all linear layers nor a parallel residual. In fp32 TransformerEngine
-    rounds to TF32 whatever torch's precision setting is, so it is not used for fp32.
+    supports neither biases of all linear layers, nor one of the output projection alone, nor a
+    parallel residual. In fp32 TransformerEngine rounds to TF32 whatever torch's precision setting
+    is, so it is not used for fp32.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
@@ -364,7 +365,8 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     has_other_parts = shape.attention_output_gate or shape.qk_norm_after_rope
     has_plain_attention = not (is_replaced or has_other_parts)
     has_its_norms &= shape.normalization != "layernorm_without_bias"
-    has_plain_layers = not (shape.linear_bias or shape.parallel_residual)
+    has_biases = shape.linear_bias or shape.proj_bias
+    has_plain_layers = not (has_biases or shape.parallel_residual)
     is_plain = has_plain_attention and has_plain_layers and shape.lora is None
     is_made_of_them = has_its_norms and is_plain
     return has_parts and is_made_of_them and dtype is not torch.float32

@@ -162,8 +162,10 @@ class LatentAttention(MegatronModule):
 
     def _rotate(self, heads: Tensor, context: PackContext) -> Tensor:
         """Apply RoPE to ``heads [T, 1, heads, c]`` without gradients; may overwrite ``heads``."""
-        rotate_heads = kernels.rotate if kernels.supports(heads, multiple=1) else rotate
-        return rotate_heads(heads, *context.tables[self.core_attention.rotation])
+        tables = context.tables[self.core_attention.rotation]
+        # ``kernels.c`` needs tables of the heads' dtype.
+        is_by_c_file = kernels.supports(heads, multiple=1) and tables[0].dtype is heads.dtype
+        return (kernels.rotate if is_by_c_file else rotate)(heads, *tables)
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values ``[n, heads, c]`` of this rank's heads, for scoring.

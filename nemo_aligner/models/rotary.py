@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,15 @@ from torch.autograd import Function
 from nemo_aligner.models.internals import scale_rotary_frequencies
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
-from nemo_aligner.models.shapes.rope import QueryScaling, YarnScaling
+from nemo_aligner.models.shapes.rope import (
+    FP32_PRODUCTS,
+    FP32_TABLES,
+    QueryScaling,
+    YarnScaling,
+)
 
 Tables = tuple[Tensor, Tensor]
-"""Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
+"""Cosines and sines ``[T, 1, 1, r]``, in the model's dtype or in fp32."""
 
 ByLength = tuple[list[int], Tensor]
 """Which RoPE each token of a pack has, in a model whose RoPE depends on the sequence's length.
@@ -42,19 +47,22 @@ class Rotation:
         scale: factor by which cosines and sines are multiplied; None is 1.
         of_longer: returns the frequencies ``[r]`` of long sequences, given the number above 0 that
             ``ModelShape.length_dependent_rope`` returns; None if they are the same for all lengths.
+        fp32: what is in fp32 in a model of 16 bits, see ``ModelShape.rope_fp32``.
     """
 
     frequencies: Tensor
     stretch: float | None = None
     scale: float | None = None
     of_longer: Callable[[int], Tensor] | None = None
+    fp32: str | None = None
 
     def tables(
         self, position_ids: Tensor, dtype: torch.dtype, by_length: ByLength | None = None
     ) -> Tables:
-        """Compute cosines and sines ``[T, 1, 1, r]`` at ``position_ids [T]``, in ``dtype``.
+        """Compute cosines and sines ``[T, 1, 1, r]`` at ``position_ids [T]``.
 
         Args:
+            dtype: the model's dtype. The tables have it, too, unless ``fp32`` is set.
             by_length: the RoPE of every token, if it depends on the length of its sequence.
         """
         # Compute in fp32 until the end: bf16 has 8 significant bits, so positions above 256 would
@@ -71,7 +79,10 @@ class Rotation:
         cos, sin = angles.cos(), angles.sin()
         if self.scale is not None:
             cos, sin = cos * self.scale, sin * self.scale
-        return cos.to(dtype), sin.to(dtype)
+        if self.fp32 == FP32_TABLES:
+            return cos, sin
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return (cos.float(), sin.float()) if self.fp32 == FP32_PRODUCTS else (cos, sin)
 
 
 def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
@@ -83,6 +94,12 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
     Returns:
         One rotation, or two if layers with a window have another RoPE; see ``rotation_of``.
     """
+    return tuple(
+        replace(rotation, fp32=shape.rope_fp32) for rotation in _build_rotations(shape, rope)
+    )
+
+
+def _build_rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
     if shape.gemma4 is not None:
         return _gemma4_rotations(shape, shape.gemma4, rope.inv_freq.device)
     frequencies, scale, of_longer = rope.inv_freq, None, None
@@ -192,11 +209,12 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embedding (RoFormer, Su et al. 2021) to the first ``2 r`` channels.
 
-    Channel ``i`` is paired with channel ``i + r``, as in GPT-NeoX and Llama.
+    Channel ``i`` is paired with channel ``i + r``, as in GPT-NeoX and Llama. The result has the
+    dtype of ``x``; tables of a wider dtype are multiplied in theirs, and the result is rounded.
 
     Args:
         x: ``[T, ..., heads, c]``, 4-dimensional, ``c >= 2 r``.
-        cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
+        cos: ``[T, 1, 1, r]`` in the dtype of ``x``, or in a wider one.
         sin: like ``cos``.
     """
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate_channels(x, cos, sin)
@@ -215,6 +233,8 @@ class _Rotate(Function):
 
 
 def _rotate_channels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if cos.dtype is not x.dtype:
+        return _rotate_channels(x.to(cos.dtype), cos, sin).to(x.dtype)
     half, channels = cos.size(-1), x.size(-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x[..., :half], x[..., half : 2 * half]

@@ -32,6 +32,7 @@ _LEAST_BIASED_TOTAL = 1e-12
 class Router(torch.nn.Module):
     """Chooses each token's experts and their weights, in fp32.
 
+    Its parameters have the model's dtype, except for ``weight`` if ``ExpertShape.has_fp32_router``.
     It is replicated on all ranks. Under sequence parallelism each rank routes only its own tokens,
     so its parameters are marked for Megatron to sum their gradients over the TP ranks.
 
@@ -66,7 +67,8 @@ class Router(torch.nn.Module):
             self._part = parallel_state.get_tensor_model_parallel_rank()
         self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
+        of_weight = {**kind, "dtype": torch.float32} if shape.has_fp32_router else kind
+        self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **of_weight))
         self.register_parameter("shared_gate", None)
         if shape.shared_gate:
             self.shared_gate = torch.nn.Parameter(torch.empty(1, config.hidden_size, **kind))

@@ -246,6 +246,8 @@ class Intake:
         encode: Callable[[Any], tuple[EncodedText, int]] = (
             self._encode_tokens if request.texts is None else self._encode_text
         )
+        if request.texts is not None and not request.adds_special_tokens:
+            encode = self._encode_unchanged
         num_slow = sum(isinstance(outcome, _Failure) and outcome.is_slow for outcome in outcomes)
         num_tokens = sum(
             len(outcome.row.ids) for outcome in outcomes if isinstance(outcome, _Sample)
@@ -295,6 +297,15 @@ class Intake:
     def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
         text = self._encoder.encode(sample)
         return text, self._encoder.count_reply_tokens([sample])[0] if self._needs_lengths else 0
+
+    def _encode_unchanged(self, sample: Text) -> tuple[EncodedText, int]:
+        """Encode a sample whose sender expects that no BOS or EOS is added to a raw text."""
+        if isinstance(sample, str) and self._encoder.adds_special_tokens(sample):
+            raise ServingError(
+                "add_special_tokens: got false, wanted true: the model's scoring contract adds BOS "
+                "or EOS to this text"
+            )
+        return self._encode_text(sample)
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         limit, section = self._config.max_request_tokens, self._config.section

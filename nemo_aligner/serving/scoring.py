@@ -252,7 +252,11 @@ def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows
         if isinstance(values, np.ndarray)
     }
     errors = {**refused, **{rows[row]: reason for row, reason in scored.errors.items()}}
-    return replace(scored, **arrays, errors=dict(sorted(errors.items())))
+    comparisons = [
+        {**pair, **{key: rows[int(pair[key])] for key in ("response_i", "response_j")}}
+        for pair in scored.comparisons
+    ]
+    return replace(scored, **arrays, errors=dict(sorted(errors.items())), comparisons=comparisons)
 
 
 def check_num_rows(request: ScoreRequest, config: FrontConfig) -> None:

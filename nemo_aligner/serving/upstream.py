@@ -75,6 +75,8 @@ class UpstreamService(ScoringService):
     async def _score(
         self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
+        if not request.adds_special_tokens:
+            await self._check_special_tokens()
         try:
             on_error: OnError = "nan" if aside else "raise"
             scored = await self._forward(request, on_error, is_probe)
@@ -102,6 +104,19 @@ class UpstreamService(ScoringService):
         return await self._client.score_token_rows_async(
             request.token_lists or [], on_error=on_error, is_probe=is_probe
         )
+
+    async def _check_special_tokens(self) -> None:
+        """Raise RequestError if the model servers may add BOS or EOS to a raw text.
+
+        They do so where the text lacks them, which cannot be seen here without a tokenizer.
+        """
+        contract = self.contract or await self.find_contract()
+        if contract is None or contract.add_bos or contract.add_eos:
+            raise RequestError(
+                "add_special_tokens: got false, wanted true: the model's scoring contract adds BOS "
+                "or EOS to texts that lack them. Send messages, or ask the model's server itself",
+                FailureKind.bad_request,
+            )
 
     async def _note_contract(self, contract_hash: str | None) -> None:
         """Fetch the backends' contract if the hash of new rewards differs from the last one.

@@ -306,15 +306,17 @@ def _show_share(watch: Watch, done: int, size: int, total: int, share: float) ->
     watch(done + round(share * size), total)
 
 
-def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
+def rewards_of_samples(rewards: Tensor, records: Records, rule: Aggregate) -> Tensor:
     """Combine the rewards ``[S, A]`` of turns or steps to one reward per sample ``[Q, A]`` float64.
 
     They are combined in float32, as evaluation and server do, so that the results are equal.
     """
     bounds = records.reward_bounds
-    if how is Aggregate.last:
+    if rule is Aggregate.last:
         return rewards[bounds[1:] - 1].double()
-    return torch.from_numpy(aggregate_texts(rewards.float().numpy(), bounds.tolist(), how)).double()
+    return torch.from_numpy(
+        aggregate_texts(rewards.float().numpy(), bounds.tolist(), rule)
+    ).double()
 
 
 def describe_rewards(

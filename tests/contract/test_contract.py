@@ -336,6 +336,22 @@ def test_trailing_pad_tokens_are_removed_before_a_sample_is_scored(
             encode(sample)  # type: ignore[operator]
 
 
+def test_encoder_knows_the_texts_that_it_completes(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    mark = "<|im_end|>"
+    for adds_eos, whole in ((True, [f"the cat{mark}"]), (False, ["the cat", f"the cat{mark}"])):
+        contract = contracts(add_eos=adds_eos, add_bos=False, seq_length=64)
+        encoder = TextEncoder(contract, tokenizer)
+        for text in ("the cat", f"the cat{mark}", f"the cat{mark}\n"):
+            ids = encoder.encode(text).token_ids
+            adds = encoder.adds_special_tokens(text)
+            assert adds == (ids != tokenizer.encode(text)) == (adds_eos and text not in whole)
+    encoder = TextEncoder(contracts(add_eos=False, add_bos=True, seq_length=64), tokenizer)
+    assert encoder.adds_special_tokens("the cat")
+    assert not encoder.adds_special_tokens("<|im_start|>the cat")
+
+
 def test_truncate_left_keeps_the_end_and_a_bos(contracts: Contracts, tokenizer: Tokenizer) -> None:
     for length in (1, 2, 5, 11):
         contract = contracts(seq_length=length, overlong=Overlong.truncate_left, template="plain")

@@ -77,11 +77,12 @@ def test_openrlhf_s_executor(
     np.testing.assert_allclose(logged, rewards[:, 1:], **CLOSE)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_verl_s_reward_loop(
-    gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
+    engine: str, gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
 ) -> None:
     folder = package("verl==0.9.1")
-    found = verl_client.ask(folder, urlsplit(gateway).netloc, policy, CHATS, modules)
+    found = verl_client.ask(folder, urlsplit(gateway).netloc, policy, CHATS, modules, engine)
     # It writes the reward model's template itself, and removes the BOS that vLLM would add.
     assert found[2]["text"] == "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
     last = score_all(scorer, [each["text"] for each in found])[
@@ -175,7 +176,8 @@ def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gatewa
         assert [named["helpfulness"], named["verbosity"]] == row["probs"]
         text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
         (rest,) = posted(f"{gateway}/classify", {"text": [text]})
-        assert rest["embedding"] == row["probs"]
+        (embedded,) = posted(f"{gateway}/v1/embeddings", {"model": "m", "input": text})["data"]
+        assert rest["embedding"] == embedded["embedding"] == row["probs"]
 
 
 @pytest.fixture(scope="module")

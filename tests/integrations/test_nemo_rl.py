@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
@@ -315,6 +316,28 @@ def test_the_processor_gives_the_policy_its_template_and_the_environment_the_mes
         nemo_rl.messages_processor(datum, bad, tokenizer, 64, 3)
 
 
+def test_rows_of_arrow_lose_the_nulls_of_tools_and_calls(tokenizer_folder: Path) -> None:
+    """In a data set every struct has the keys of all: an argument of one call is null in others."""
+    from transformers import AutoTokenizer
+
+    def row(argument: str) -> dict[str, Any]:
+        function = {"name": "f", "arguments": {argument: 1}}
+        call = {"role": "assistant", "content": "b", "tool_calls": [{"function": function}]}
+        parameters = {"properties": {argument: {"type": "number"}}}
+        tool = {"type": "function", "function": {"name": argument, "parameters": parameters}}
+        turns = [call, {"role": "user", "content": "c"}]
+        return {"messages": [{"role": "user", "content": "a"}, *turns], "tools": [tool]}
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    rows = [row("city"), row("day")]
+    stored = pyarrow.Table.from_pylist(rows).to_pylist()
+    assert stored[0]["tools"] != rows[0]["tools"]
+    for datum, expected in zip(stored, rows, strict=True):
+        made = nemo_rl.messages_processor(datum, PLAIN, tokenizer, 64, 0)["extra_env_info"]
+        assert made["tools"] == expected["tools"]
+        assert made["messages"][1]["tool_calls"] == expected["messages"][1]["tool_calls"]
+
+
 def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -324,6 +347,11 @@ def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Pat
     assert made["loss_multiplier"] == 0.0
     assert len(made["message_log"][0]["token_ids"]) == 4
     assert made["length"] > 40
+    # A prompt that fills the model's length leaves no token for a reply.
+    for most, multiplier in ((made["length"], 0.0), (made["length"] + 1, 1.0)):
+        again = nemo_rl.messages_processor(datum, PLAIN, tokenizer, most, 0)
+        assert again["loss_multiplier"] == multiplier
+        assert len(again["message_log"][0]["token_ids"]) == (made["length"] if multiplier else 4)
     with pytest.raises(DataError, match="datum 5: messages: got no prompt"):
         nemo_rl.messages_processor({"messages": []}, PLAIN, tokenizer, 16, 5)
 

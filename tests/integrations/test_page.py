@@ -20,14 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
-from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.contract.scorer import ScoredRows, score_all
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
@@ -128,6 +130,7 @@ SLIME_MODULES = {
     "slime.rollout.rm_hub.gpqa": ("compute_gpqa_reward",),
     "slime.rollout.rm_hub.math_dapo_utils": ("compute_score",),
     "slime.rollout.rm_hub.math_utils": ("extract_answer", "grade_answer_verl"),
+    "slime.rollout.rm_hub.opencua_click": ("compute_opencua_reward",),
 }
 # Flags of slime_grpo.sh and its model's file that Megatron defines, not slime.
 MEGATRON_FLAGS = {
@@ -317,6 +320,60 @@ def test_verl_loads_the_reward_function(
     assert answers[1] == {"score": -5.0, "helpfulness": -5.0, "verbosity": -5.0}
 
 
+def test_verl_s_rows_lose_the_nulls_and_arrays_of_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's data set has the rows as lists, or as arrays where pandas has read the file."""
+    example = runpy.run_path(str(FOLDER / "verl_reward.py"))
+    samples: list[Any] = []
+
+    async def score(texts: list[Any]) -> ScoredRows:
+        samples.extend(texts)
+        return ScoredRows(np.ones((1, 1), np.float32), {}, np.zeros(1, bool))
+
+    async def contract() -> Any:
+        return SimpleNamespace(attributes=("reward",), attribute_weights=(1.0,))
+
+    client = SimpleNamespace(score_rows_async=score, contract_async=contract)
+    monkeypatch.setitem(example["compute_score"].__globals__, "_client", client)
+
+    def row(argument: str) -> dict[str, Any]:
+        function = {"name": argument, "arguments": {argument: 1}}
+        parameters = {"properties": {argument: {"type": "number"}}}
+        return {
+            "prompt": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "tool_calls": [{"function": function}]},
+                {"role": "tool", "content": "c"},
+            ],
+            "tools": [{"type": "function", "function": {"name": argument, **parameters}}] * 2,
+        }
+
+    rows = [row("city"), row("day")]
+    table = pyarrow.Table.from_pylist([{"extra_info": row} for row in rows])
+    stored = [line["extra_info"] for line in table.to_pylist()]
+    assert stored != rows
+    stored += [as_arrays(line) for line in stored]
+    for line in stored:
+        given = {"data_source": "chat", "ground_truth": "", "solution_str": "d"}
+        asyncio.run(example["compute_score"](extra_info=line, **given))
+    reply = {"role": "assistant", "content": "d"}
+    for sample, line in zip(samples, [*rows, *rows], strict=True):
+        assert sample.tools == line["tools"]
+        *prompt, last = sample.messages
+        kept = [{key: value for key, value in turn.items() if value} for turn in prompt]
+        assert [*kept, last] == [*line["prompt"], reply]
+
+
+def as_arrays(value: Any) -> Any:
+    """What pandas reads from Parquet: an array for each list, at any depth."""
+    if isinstance(value, dict):
+        return {key: as_arrays(item) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    array = np.empty(len(value), dtype=object)
+    array[:] = [*map(as_arrays, value)]
+    return array
+
+
 @pytest.mark.parametrize(
     ("attributes", "expected"),
     [(("reward",), []), (("reward", "depth"), ["attribute_reward", "depth"])],
@@ -354,8 +411,40 @@ def test_openrlhf_parses_the_flags(
     assert parsed[name] == f"{SERVER}/get_reward"
 
 
+def sample_of_slime(flags: set[str], policy: Path) -> SimpleNamespace:
+    """What slime has of the conversation after its own ``Dataset`` and default ``generate``.
+
+    SGLang decodes a reply with the end of its turn (``no_stop_trim``), which is a special token.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    # The tiny template lacks the generation prompt that policies' templates have.
+    start = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer.chat_template += start
+    assert "apply-chat-template" in flags
+    prompt = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    reply_ids = tokenizer(CHAT[1]["content"], add_special_tokens=False)["input_ids"]
+    response = tokenizer.decode(
+        [*reply_ids, tokenizer.eos_token_id],
+        skip_special_tokens="rollout-skip-special-tokens" in flags,
+        spaces_between_special_tokens=False,
+    )
+    return SimpleNamespace(prompt=prompt, response=response, label=None)
+
+
+def test_text_of_slime_gets_the_reward_of_its_conversation(
+    server: str, scorer: RewardScorer, policy: Path
+) -> None:
+    flags = {*re.findall(r"^ +--([\w-]+)", (FOLDER / "slime_grpo.sh").read_text(), re.MULTILINE)}
+    body = json.dumps(vars(sample_of_slime(flags, policy))).encode()
+    request = urllib.request.Request(f"{server}/remote_rm", body)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert "X-Foreign-Template-Rows" not in answer.headers
+        reward = json.load(answer)
+    np.testing.assert_allclose(reward, score_all(scorer, [CHAT]).sum(), **CLOSE)
+
+
 def test_slime_knows_the_flags_and_gets_the_reward(
-    server: str, scorer: RewardScorer, modules: StandIns, tmp_path: Path
+    server: str, scorer: RewardScorer, policy: Path, modules: StandIns, tmp_path: Path
 ) -> None:
     slime = checkout("slime")
     shutil.copytree(slime / "scripts/models", tmp_path / "scripts/models")
@@ -373,7 +462,7 @@ def test_slime_knows_the_flags_and_gets_the_reward(
     for name, members in SLIME_MODULES.items():
         modules.add(name, **dict.fromkeys(members, object))
     hub = modules.load("slime.rollout.rm_hub", slime / "slime/rollout/rm_hub/__init__.py")
-    sample = SimpleNamespace(prompt=CHAT[:1], response="A rose.", label=None)
+    sample = sample_of_slime(flags, policy)
     args = SimpleNamespace(rm_url=url.replace(SERVER, server))
 
     async def ask() -> float:

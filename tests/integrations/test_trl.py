@@ -109,6 +109,50 @@ def test_a_refused_completion_has_nan_and_is_logged() -> None:
     assert reward([], [], log_metric=logged.__setitem__) == []
 
 
+class WithoutReasoning(Client):
+    """A fake client of a model whose chat template has no reasoning."""
+
+    def score_rows(self, texts: Any) -> ScoredRows:
+        scored = super().score_rows(texts)
+        reason = "messages[1]: the chat template does not write its reasoning"
+        keys = {"reasoning_content", "thinking"}
+        errors = {
+            row: reason for row, text in enumerate(texts) if any(keys & {*turn} for turn in text)
+        }
+        scored.rewards[list(errors)] = np.nan
+        return replace(scored, errors=errors)
+
+
+def test_reasoning_that_trl_has_parsed_may_be_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """``parse_response`` writes it as reasoning_content, for LFM2.5 as thinking."""
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    earlier = [asked, {**said, "reasoning_content": "of the data"}, asked]
+    thoughts = [{**said, "reasoning_content": "hm"}, {**said, "thinking": "hm"}, said]
+    given = {"prompts": [[asked]] * 3, "completions": [[turn] for turn in thoughts]}
+    reward = reward_of(WithoutReasoning())
+    for _ in range(2):
+        found = reward(**given)
+        assert np.isnan(found).tolist() == [True, True, False]
+    (warning,) = caplog.messages
+    assert "completion 0, which has reasoning, gets no reward: messages[1]: the chat" in warning
+    assert "pass reasoning='drop' to reward_function" in warning
+    client = WithoutReasoning()
+    dropping = RewardFunction(client, "sum", "good", drops_reasoning=True)  # type: ignore[arg-type]
+    assert dropping(**given) == [1.0] * 3
+    assert client.asked == [[asked, said]] * 3
+    assert given["completions"][0] == [thoughts[0]]
+    # Only the policy's is dropped; and a string has none.
+    assert np.isnan(dropping(prompts=[earlier], completions=[[thoughts[0]]])).all()
+    assert client.asked[-1] == [*earlier, said]
+    dropping = RewardFunction(Client(), "sum", "good", drops_reasoning=True)  # type: ignore[arg-type]
+    assert dropping(["a"], ["c"]) == [196.0]
+    for reasoning, drops in (("keep", False), ("drop", True)):
+        made = reward_function("http://127.0.0.1:1", reasoning=reasoning)
+        assert made._drops_reasoning == drops
+    with pytest.raises(ConfigError, match="reasoning: got 'hide', wanted keep or drop"):
+        reward_function("http://127.0.0.1:1", reasoning="hide")
+
+
 def test_what_does_not_belong_together_is_an_error() -> None:
     with pytest.raises(TypeError, match="got str and list, wanted strings, or lists of messages"):
         reward_of(Client())(["a"], [[{"role": "assistant", "content": "c"}]])

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.families import _FAMILIES, find_family
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
@@ -283,3 +286,47 @@ def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
     assert (found - plain).abs().max() > 0.01
     fold_adapters(model)
     torch.testing.assert_close(infer(model, [PACK], layout), found, rtol=1e-4, atol=1e-5)
+
+
+KEPT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "ernie4_5_moe_unshared", "nemotron_h_moe")
+
+
+@pytest.mark.parametrize("case", [*KEPT, "qwen3_moe", "mixtral"])
+def test_router_in_bf16_has_the_bits_that_transformers_reads(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """transformers keeps some routers in fp32, and rounds the others."""
+    from transformers import AutoModelForCausalLM
+
+    families.write_hf_checkpoint(tmp_path / "hf", case)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo", torch.bfloat16)
+    kinds = {"num_attributes": 1, "precision": Precision.bf16}
+    model: Any = load_pretrained(tmp_path / "base.nemo", layout, **kinds).model
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    for number, router in routers(model).items():
+        layer = theirs.model.layers[number - 1]
+        gate = (layer.mixer if case == "nemotron_h_moe" else layer.mlp).gate.weight
+        assert gate.dtype is (torch.float32 if case in KEPT else torch.bfloat16)
+        assert router.weight.dtype is gate.dtype
+        assert torch.equal(router.weight, gate)
+        is_rounded = torch.equal(router.weight, router.weight.bfloat16().float())
+        assert is_rounded != (case in KEPT)
+
+
+def test_router_of_an_older_archive_in_16_bits_is_read_in_fp32(
+    layout: ParallelLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, key = "glm4_moe", "mlp.router.weight"
+    family = find_family(name)
+    rules = [replace(rule, dtype=None) if rule.megatron == key else rule for rule in family.layer]
+    monkeypatch.setitem(_FAMILIES, name, replace(family, layer=tuple(rules)))
+    families.write_hf_checkpoint(tmp_path / "hf", name)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "old.nemo", torch.bfloat16)
+    with open_nemo(tmp_path / "old.nemo") as folder:
+        stored = folder.store.read(f"model.decoder.layers.3.{key}")
+    assert stored.dtype is torch.bfloat16
+    kinds = {"num_attributes": 1, "precision": Precision.bf16}
+    model: Any = load_pretrained(tmp_path / "old.nemo", layout, **kinds).model
+    weight = routers(model)[4].weight
+    assert weight.dtype is torch.float32
+    assert torch.equal(weight, stored.float())

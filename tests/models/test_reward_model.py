@@ -13,6 +13,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import count_parts, forward_backward, infer, infer_in_parts
 from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
 from nemo_aligner.utils.errors import ConfigError
@@ -179,3 +180,23 @@ def kept_for_backward(model: torch.nn.Module, batch: PackedBatch) -> int:
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storages.values())
+
+
+def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
+    layout: ParallelLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of many layers, whose weights are numbers of bf16 all the same."""
+    path = tiny.write_base_nemo(tmp_path / "deep.nemo", num_hidden_layers=32)
+    generator = torch.Generator().manual_seed(0)
+    pack = PackedBatch.pack(torch.randint(3, 300, (64, 20), generator=generator).tolist())
+    rounded, exact = (
+        load_pretrained(path, layout, num_attributes=2, precision=precision).model
+        for precision in (Precision.bf16, Precision.fp32)
+    )
+    with torch.no_grad():
+        for ours, theirs in zip(exact.parameters(), rounded.parameters(), strict=True):
+            ours.copy_(theirs)
+    wanted, found = (infer(model, [pack], layout) for model in (exact, rounded))
+    monkeypatch.setattr(GPTRewardModel, "stream_dtype", torch.bfloat16)
+    before = infer(rounded, [pack], layout)
+    assert (found - wanted).abs().mean() < 0.8 * (before - wanted).abs().mean()

@@ -82,6 +82,9 @@ class FakeScorer:
             raise DataError("the text is empty")
         return EncodedText(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
 
+    def adds_special_tokens(self, text: str) -> bool:
+        return not text.endswith("$")  # stands for EOS
+
     def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
         if len(token_ids) > SEQ_LENGTH:
             raise DataError(f"got {len(token_ids)} tokens, wanted at most {SEQ_LENGTH}")

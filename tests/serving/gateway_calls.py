@@ -173,6 +173,8 @@ GOOD = {
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
     "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/classify": {"input": "ab"},
+    "/v1/embeddings": {"input": "ab"},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": "b"}]},

@@ -32,6 +32,8 @@ REWARDS = {
     "/get_reward": total(TEXT) / 2,
     "/classify": total(TEXT),
     "/pooling": total(TEXT),
+    "/v1/classify": total(TEXT),
+    "/v1/embeddings": total(TEXT),
     "/score": total(ASKED + SAID) / 2,
     "/v1/score": total(ASKED + SAID) / 2,
     "/remote_rm": total(TEXT) / 2,

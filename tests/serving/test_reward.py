@@ -425,6 +425,24 @@ def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> N
         assert isinstance(answer, Failure) == flag
 
 
+def test_service_rejects_a_text_that_it_would_complete_against_its_senders_will(
+    service: Service,
+) -> None:
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    request = ScoreRequest(texts=["a$", conversation, "b"], adds_special_tokens=False)
+    reason = (
+        "add_special_tokens: got false, wanted true: the model's scoring contract adds BOS or EOS "
+        "to this text"
+    )
+    assert service.ask(request) == [bad(f"row 2: {reason}")]
+    (scored,) = service.ask(request, aside=ALL_ROWS)
+    assert isinstance(scored, ScoredRows)
+    assert scored.errors == {2: reason}
+    (answer,) = service.ask(replace(request, texts=["a$", conversation]))
+    assert rewards(answer) == [ord("a") + ord("$"), ord("a") + ord("b")]
+    assert not request.without_rows({2: "no"}).adds_special_tokens
+
+
 def test_service_wants_every_attribute_of_every_row_to_be_a_number() -> None:
     for value in (np.nan, np.inf, -np.inf):
 

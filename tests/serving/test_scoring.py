@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
@@ -16,7 +17,8 @@ from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.protocols import kserve, kserve_body
+from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
+from nemo_aligner.serving.scoring import insert_refused
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import GOOD, FakeClient, call, call_async, make, message
@@ -42,6 +44,8 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
         await call_async(app, "/remote_rm", {"prompt": "a", "response": "<|im_end|>"})
         await call_async(app, "/classify", {"text": ended})
         await call_async(app, "/predict", {"inputs": ended})
+        await call_async(app, "/v1/classify", {"model": "any", "input": ended})
+        await call_async(app, "/v1/embeddings", {"model": "any", "input": ended})
         await call_async(app, "/v1/rewards", {"texts": [ended]})
         await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
         for inputs in (kserve.encode_sentences([ended]), kserve.encode_tokens([[5, 7]])):
@@ -55,9 +59,10 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     assert client.turn_end_async.await_count == 2
     assert client.asked == [
         [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
-        [whole], [whole], [whole], [ended], [[5, 7]], [ended], [[5, 7]],
+        [whole], [whole], [whole], [whole], [whole], [ended], [[5, 7]], [ended], [[5, 7]],
     ]  # fmt: skip
     counts = {"/get_reward": 1, "/classify": 2, "/pooling": 1, "/remote_rm": 1, "/predict": 1}
+    counts |= {"/v1/classify": 1, "/v1/embeddings": 1}
     for path, count in counts.items():
         assert f'rows_total{{outcome="completed",route="{path}"}} {count}.0' in metrics
 
@@ -79,6 +84,7 @@ IN_TWO_TEMPLATES: dict[str, Any] = {
     "/classify": {"input": [OURS, OTHER]},
     "/pooling": {"input": [[1, 2, 9], [2, 1]]},
     "/predict": {"inputs": [[OURS], [OTHER], ["a", "b"]]},
+    "/v1/embeddings": {"input": [OURS, OTHER]},
 }
 
 
@@ -154,12 +160,25 @@ def test_rejected_sample_gets_the_reward_that_is_set_for_it(
     assert call(app, "/get_reward", {"query": ["a"]}).json["extra_logs"]["refused"] == [0.0]
     assert call(app, "/remote_rm", {"prompt": "", "response": ""}).json == -5.0
     assert rows_counted(app, "/get_reward", "refused") == 3
+    thought = {"output": [{"type": "reasoning", "id": "t", "summary": []}]}
+    group = {**GOOD["/compare"], "response_objs": [thought, *GOOD["/compare"]["response_objs"]]}
+    assert call(app, "/compare", group).json["rewards"] == [-5.0, total("ab") / 2]
     lines = capsys.readouterr().out.splitlines()
+    no_reply = (
+        "response_objs.0.output: got no message of the assistant at its end, wanted the reply"
+    )
+    empty = "the text is empty"
     assert lines == [
-        f"Warning: {path}: a sample without a reward gets -5 (refused_reward): row {row}: the text "
-        "is empty. Further ones are not logged"
-        for path, row in (("/get_reward", 1), ("/remote_rm", 0))
+        f"Warning: {path}: a sample without a reward gets -5 (refused_reward): row {row}: {reason}."
+        " Further ones are not logged"
+        for path, row, reason in (
+            ("/get_reward", 1, empty),
+            ("/remote_rm", 0, empty),
+            ("/compare", 0, no_reply),
+        )
     ]
+    refused = call(make(), "/compare", group)
+    assert (refused.status, message(refused)) == (400, no_reply)
     # The other routes reject it, and a failure of the server is no fault of the sample.
     assert call(app, "/classify", {"input": ""}).status == 400
     failing = FakeClient()
@@ -167,6 +186,15 @@ def test_rejected_sample_gets_the_reward_that_is_set_for_it(
     assert call(make(failing, refused_reward=-5.0), "/get_reward", {"query": ["a"]}).status == 503
     with pytest.raises(ConfigError, match="refused_reward: got inf, wanted a finite number"):
         make(FakeClient(), refused_reward=float("inf"))
+
+
+def test_comparisons_have_the_row_numbers_of_the_request() -> None:
+    """Also where rows of it were rejected before they could be compared."""
+    pair = {"response_i": 0, "response_j": 1, "score_1": 4.0, "score_2": 2.0}
+    rewards = np.array([[1.0], [2.0]], dtype=np.float32)
+    scored = ScoredRows(rewards, {}, np.zeros(2, dtype=bool), comparisons=[pair])
+    inserted = insert_refused(scored, {0: "no reply", 2: "no reply"})
+    assert inserted.comparisons == [{**pair, "response_i": 1, "response_j": 3}]
 
 
 def test_rejected_request_is_logged_once_for_each_path_and_status(
@@ -212,6 +240,8 @@ CUT: dict[str, Any] = {
     "/v1/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
     "/v2/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
     "/v1/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
+    "/v1/classify": {"input": ["a", LONG_TEXT]},
+    "/v1/embeddings": {"input": ["a", LONG_TEXT]},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": LONG_TEXT}]},
@@ -238,7 +268,7 @@ def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
         assert "x-truncated-rows" not in call(app, path, GOOD[path]).headers, path
     assert answers["/v1/rewards"]["truncated"] == [False, True]
     assert answers["/get_reward"]["extra_logs"]["truncated"] == [0.0, 1.0]
-    for path in ("/classify", "/pooling", "/score", "/v1/score"):
+    for path in ("/classify", "/pooling", "/score", "/v1/score", "/v1/classify", "/v1/embeddings"):
         first, second = answers[path]["data"]
         assert ("truncated" in first, second["truncated"]) == (False, True), path
     assert [answers["/v2/rerank"]["results"][0]["truncated"]] == [True]

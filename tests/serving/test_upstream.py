@@ -70,6 +70,19 @@ def test_upstream_puts_rows_that_were_refused_before_among_the_others() -> None:
     assert (np.isnan(scored.rewards).tolist(), scored.errors) == ([[True, True]], {0: "an image"})
 
 
+def test_upstream_rejects_texts_that_its_servers_may_complete_against_their_senders_will() -> None:
+    unchanged = replace(CONTRACT, add_bos=False, add_eos=False)
+    request = ScoreRequest(texts=["ab"], adds_special_tokens=False)
+    for contract, is_scored in ((unchanged, True), (CONTRACT, False), (None, False)):
+        upstream = service(FakeClient(contract))
+        for _ in range(2):
+            answer = ask(upstream, request)
+            assert isinstance(answer, Failure) != is_scored
+            if isinstance(answer, Failure):
+                assert answer.kind is FailureKind.bad_request
+                assert answer.message.startswith("add_special_tokens: got false, wanted true")
+
+
 def test_upstream_says_whose_fault_each_way_to_fail_is() -> None:
     ways: list[tuple[Exception, Failure]] = [
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),

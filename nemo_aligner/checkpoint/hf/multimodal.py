@@ -55,6 +55,9 @@ _UNSUPPORTED_REASONS = {
     "qwen3_vl_moe": "the layout of its experts is not supported",
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
+# Keys whose null does not stand for the default of the decoder's class: no window, no cap, no
+# latent of queries, as many key heads as query heads.
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "q_lora_rank", "num_key_value_heads")
 _DECODER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
 _OTHER_PARTS = re.compile(
     r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline"
@@ -104,7 +107,8 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     if not isinstance(inside, Mapping | None):
         raise CheckpointError(f"text_config: got {shown(inside)}, wanted a mapping")
     # Older Qwen-VL models have no text_config: the decoder's settings are at the top level.
-    text = {key: value for key, value in (inside or config).items() if value is not None}
+    stored = inside or config
+    text = {key: value for key, value in stored.items() if value is not None or key in _NULLABLE}
     decoder = text["model_type"] if inside and "model_type" in text else _DECODERS[model_type]
     family, defaults = decoder, dict[str, Any]()
     if isinstance(decoder, str):

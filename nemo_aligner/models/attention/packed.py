@@ -155,10 +155,11 @@ class PackedAttention(MegatronModule):
         groups, width = joined.shape[1:3]
         case = self._case(joined, groups * (width - 1), groups, context.segments)
         if self.rotation is not None:
-            # ``kernels.c`` rotates in place. It does so exactly in the cases whose attention it can
-            # compute.
-            rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
-            joined = rotate_heads(joined, *context.tables[self.rotation])
+            tables = context.tables[self.rotation]
+            # ``kernels.c`` rotates in place, by tables of the heads' dtype. It does so exactly in
+            # the cases whose attention it can compute.
+            is_by_c_file = rotates_by_c_file(case) and tables[0].dtype is joined.dtype
+            joined = (kernels.rotate if is_by_c_file else rotate)(joined, *tables)
         if norms is not None:
             joined = norm_joined(joined, norms)
         if context.query_scale is not None:

@@ -11,6 +11,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
+from nemo_aligner.models.shapes.added_fields import ADDED_EXPERT_FIELDS, ADDED_FIELDS
 from nemo_aligner.models.shapes.experts import QUICK_GEGLU, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape, read_gemma4
@@ -31,6 +32,7 @@ from nemo_aligner.models.shapes.layer import check_supported, read_layer
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 from nemo_aligner.models.shapes.lora import LoraShape, read_lora
 from nemo_aligner.models.shapes.rope import (
+    ROPE_FP32,
     LongRope,
     QueryScaling,
     RopeScaling,
@@ -42,36 +44,6 @@ from nemo_aligner.models.shapes.rope import (
     read_yarn,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-
-# Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
-_NAMED_LATER = {
-    "qk_layernorm_across_heads": False,
-    "pre_layernorms": True,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_output_gate": False,
-    "qk_norm_after_rope": False,
-    "linear_bias": False,
-    "parallel_residual": False,
-    "one_norm_per_layer": False,
-    "attention_sinks": False,
-    "proj_bias": False,
-    "has_mixer": True,
-    "has_mlp": True,
-    "gemma4": None,
-}
-# Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
-_NAMED_LATER_OF_EXPERTS = {
-    "score_function": "softmax",
-    "expert_bias": False,
-    "num_groups": 1,
-    "group_topk": 1,
-    "scaling_factor": 1.0,
-    "has_biases": False,
-    "router_bias": False,
-    "clamp_value": None,
-    "branch_norms": False,
-}
 
 
 @dataclass(frozen=True)
@@ -137,6 +109,9 @@ class ModelShape:
             (``shapes/hybrid.py``). None if all layers have both a mixer (attention of any kind) and
             an MLP.
         has_mixer, has_mlp: False only in what ``of_layer`` returns for a layer of a hybrid model.
+        rope_fp32: what of RoPE is in fp32 in a model of 16 bits. ``products``: heads are multiplied
+            by the tables in fp32, and rounded once, as in Cohere. ``tables``: the tables of cosines
+            and sines are not rounded, either, as in OLMo 2. None: neither.
         gemma4: traits of a Gemma 4; None for other models. ``kv_channels`` and ``num_query_groups``
             are then those of layers with a window, and ``of_layer`` has those of each layer.
     """
@@ -196,6 +171,7 @@ class ModelShape:
     has_mixer: bool = True
     has_mlp: bool = True
     gemma4: Gemma4Shape | None = None
+    rope_fp32: str | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
         """Return the fields that a resumed run compares with those of the checkpoint's model.
@@ -214,9 +190,9 @@ class ModelShape:
             fields["experts"] = {
                 name: value
                 for name, value in fields["experts"].items()
-                if name not in _NAMED_LATER_OF_EXPERTS or value != _NAMED_LATER_OF_EXPERTS[name]
+                if name not in ADDED_EXPERT_FIELDS or value != ADDED_EXPERT_FIELDS[name]
             }
-        return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
+        return {name: value for name, value in fields.items() if value != ADDED_FIELDS.get(name)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -272,6 +248,7 @@ class ModelShape:
             latent_attention=latent,
             hybrid_pattern=read_hybrid_pattern(config),
             gemma4=read_gemma4(config),
+            rope_fp32=config.get(ROPE_FP32),
         )
         if shape.gemma4 is not None:
             shape.gemma4.check_layers(shape.are_global)

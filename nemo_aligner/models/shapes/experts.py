@@ -95,6 +95,16 @@ class ExpertShape:
         is_biased = self.expert_bias or self.router_bias
         return not (self.is_sigmoid or is_biased or is_grouped or is_scaled or self.branch_norms)
 
+    @property
+    def has_fp32_router(self) -> bool:
+        """True if the router's weight stays fp32 in 16 bits, as in transformers' class.
+
+        These classes have experts as in DeepSeek-V2 and V3: a bias for the choice of experts, or a
+        shared expert without a gate. Other classes round the weight to the model's dtype.
+        """
+        is_shared_plainly = self.shared_width is not None and not self.shared_gate
+        return self.expert_bias or (is_shared_plainly and not self.branch_norms)
+
     def check_fits(self, tp: int, ep: int) -> None:
         """Check that a layout splits the experts evenly.
 

@@ -21,6 +21,7 @@ from nemo_aligner.models.shapes.experts import (
 )
 from nemo_aligner.models.shapes.frequency import read_frequency
 from nemo_aligner.models.shapes.linear_attention import ATTENTION_VARIANT, read_linear_attention
+from nemo_aligner.models.shapes.rope import FP32_PRODUCTS, FP32_TABLES, ROPE_FP32
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Values of megatron-core's key ``softmax_type`` without and with attention sinks.
@@ -140,6 +141,7 @@ _SUPPORTED = {
     ),
     "softmax_type": (NO_SINKS, LEARNED_SINKS, None),
     "position_embedding_type": ("rope", "yarn", "longrope"),
+    ROPE_FP32: (None, FP32_PRODUCTS, FP32_TABLES),
     "bias": (False, True, None),
     **dict.fromkeys(
         (

@@ -16,6 +16,11 @@ from nemo_aligner.config.common import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
+# This package's own key for what of RoPE is in fp32 in a model of 16 bits, and its values
+# (``ModelShape.rope_fp32``).
+ROPE_FP32 = "rope_fp32"
+FP32_PRODUCTS, FP32_TABLES = "products", "tables"
+
 
 @dataclass(frozen=True)
 class RopeScaling:

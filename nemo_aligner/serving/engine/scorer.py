@@ -231,6 +231,10 @@ class RewardScorer:
         """Score samples and all their steps in one forward pass; return rewards and rejections."""
         return _score_rows(self, samples, on_error)
 
+    def adds_special_tokens(self, text: str) -> bool:
+        """Tell whether BOS or EOS is added to a raw text; DataError if it cannot be scored."""
+        return self._encoder.adds_special_tokens(text)
+
     def encode(self, text: Text) -> EncodedText:
         """Encode one sample to token ids.
 
@@ -476,6 +480,9 @@ class RewardEnsemble:
 
     def encode(self, text: Text) -> EncodedText:
         return self._members[0].encode(text)
+
+    def adds_special_tokens(self, text: str) -> bool:
+        return self._members[0].adds_special_tokens(text)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
         return self._members[0].encode_tokens(token_ids)

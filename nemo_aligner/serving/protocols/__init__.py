@@ -8,6 +8,7 @@ one file a protocol  ``rewards.py`` (``/v1/rewards``, our own), ``vllm.py``, ``s
                      ``tei.py``, ``rerank.py`` (vLLM, Jina, Cohere), ``openrlhf.py``, ``slime.py``
                      and ``gym.py`` (NeMo Gym) translate a body to a ``ScoreRequest`` and
                      ``ScoredRows`` to the answer of their protocol
+``responses_api.py`` items of OpenAI's Responses API as messages, for ``gym.py``
 
 KServe v2 sends tensors instead of JSON objects:
 
@@ -57,12 +58,16 @@ class ScoreRequest:
             clients of NeMo-Aligner send them.
         refused: row number in the request -> reason, for rows that cannot be scored. They come in
             addition to the B rows, which have the remaining row numbers in order.
+        adds_special_tokens: False if the sender expects that no BOS or EOS is added to raw texts;
+            then a text to which the scoring contract adds one is rejected. Only clients of vLLM
+            send it.
     """
 
     texts: list[Text] | None = None
     token_lists: list[list[int]] | None = None
     add_eos: list[bool] | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
+    adds_special_tokens: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -86,4 +91,5 @@ class ScoreRequest:
             remaining(self.token_lists),
             remaining(self.add_eos),
             {**self.refused, **reasons},
+            self.adds_special_tokens,
         )

@@ -14,6 +14,10 @@ itself is at fault: it is too long, contains the template's special tokens, has 
 not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too, unless
 ``gateway.reward_threshold`` is set: then it counts as a failed test, with reward 0.
 
+NeMo RL reads ``mask_sample`` in ``instance_config``, which has it again. A failure that may be over
+at another time also has ``_ng_failure_class``: Gym stores such a rollout apart, and runs it again
+on resume. ``reply_cut`` tells whether the policy stopped at its largest number of tokens.
+
 The HTTP status is 200 except for a body that is not a rollout, and for a failing model, e.g. one
 with NaN rewards, which would fail for every other rollout as well.
 """
@@ -25,14 +29,12 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from nemo_aligner.contract.messages import Message, Messages, Text
+from nemo_aligner.contract.messages import Messages, Text
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
@@ -47,8 +49,8 @@ from nemo_aligner.serving.protocols.base import (
     conversation_of,
     parse_body,
     refuse_with_detail,
-    text_of,
 )
+from nemo_aligner.serving.protocols.responses_api import merge_assistant_turns, turns_of
 from nemo_aligner.serving.protocols.rewards import list_parts
 from nemo_aligner.utils.errors import ServingError
 
@@ -56,14 +58,16 @@ from nemo_aligner.utils.errors import ServingError
 # as its prefix.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted the reply"
-_ROLES = {"developer": "system"}  # the Responses API's name for the system role
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 # A reply that every contract accepts. A rollout that is rejected even with this reply has a bad
 # prompt.
-_OTHER_REPLY = "."
-# Prefixes of the fields of an answer with the raw attributes, and with the parts of a combined
-# reward.
-_ATTRIBUTE, _PART = "attribute/", "part/"
+_OTHER_REPLY: Messages = [{"role": "assistant", "content": "."}]
+# Prefixes of the fields of an answer with the raw attributes, with the parts of a combined reward,
+# and of Gym's fields of a failure (``rollout_collection.py``).
+_ATTRIBUTE, _PART, _FAILURE = "attribute/", "part/", "_ng_failure_"
+# Beginnings of the kinds of failures that Gym should try again. It takes a rollout without
+# ``_ng_failure_class`` for done.
+_RETRIED = ("transport_", "provider_unavailable", "judge_failed")
 
 
 _EXAMPLE_PART = {"type": "output_text", "text": "A rose."}
@@ -84,6 +88,13 @@ class PolicyResponse(Body):
     """The policy's output, as items of OpenAI's Responses API."""
 
     output: list[Any]
+    incomplete_details: Any = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether the policy had to stop at its largest number of tokens."""
+        details = self.incomplete_details
+        return isinstance(details, dict) and details.get("reason") == "max_output_tokens"
 
 
 class VerifyRequest(Body):
@@ -117,9 +128,11 @@ class VerifyResponse(Body):
     raw_reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
+    reply_cut: bool = False
     contract_hash: str | None = None
     model_fingerprint: str | None = None
     mask_sample: bool = False
+    instance_config: dict[str, Any] = Field(default_factory=dict)
     failure_kind: str | None = None
     failure_reason: str | None = None
 
@@ -146,8 +159,7 @@ def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
     Raises:
         ServingError: the prompt has items that are not text.
     """
-    other = {"role": "assistant", "content": _OTHER_REPLY}
-    return ScoreRequest(texts=[_build_conversation(body, [other])])
+    return ScoreRequest(texts=[_build_conversation(body, _OTHER_REPLY)])
 
 
 def _build_conversation(body: VerifyRequest, reply: Messages) -> Text:
@@ -174,66 +186,6 @@ def _convert_tool(tool: Any, number: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def turns_of(items: list[Any], location: str) -> Messages:
-    """Convert items of the Responses API to messages, including tool calls and their results.
-
-    Raises:
-        ServingError: an item is not text; the message begins with ``location`` and the item's
-            number.
-    """
-    turns: Messages = []
-    for number, item in enumerate(items):
-        place = f"{location}.{number}"
-        kind = item.get("type") or "message" if isinstance(item, dict) else None
-        # Drop reasoning: reward models are trained on replies without it.
-        if kind == "reasoning":
-            continue
-        read_item = _ITEM_READERS.get(kind) if isinstance(kind, str) else None
-        if read_item is not None:
-            turns.append(read_item(item, place))
-            continue
-        if kind != "message" or not isinstance(item.get("role"), str):
-            raise ServingError(
-                f"{place}: got {as_json(item)}, wanted a message with role and content"
-            )
-        role = _ROLES.get(item["role"], item["role"])
-        turns.append({"role": role, "content": text_of(item.get("content"), place)})
-    return turns
-
-
-def _read_call(item: dict[str, Any], place: str) -> Message:
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
-def _read_call_result(item: dict[str, Any], place: str) -> Message:
-    text = text_of(item.get("output"), place)
-    return {"role": "tool", "content": text, "tool_call_id": item.get("call_id")}
-
-
-_ITEM_READERS = {"function_call": _read_call, "function_call_output": _read_call_result}
-
-
-def merge_assistant_turns(turns: Messages) -> Messages:
-    """Merge successive messages and tool calls of the assistant into one message.
-
-    The Responses API has separate items for text and calls; chat templates expect one turn.
-    """
-    messages: Messages = []
-    for role, group in groupby(turns, key=itemgetter("role")):
-        run = [*group]
-        messages += [_merge_turns(run)] if role == "assistant" and len(run) > 1 else run
-    return messages
-
-
-def _merge_turns(run: Messages) -> Message:
-    contents = [turn["content"] for turn in run if turn["content"] is not None]
-    calls = [call for turn in run for call in turn.get("tool_calls", ())]
-    message = {"role": "assistant", "content": "".join(contents) if contents else None}
-    return {**message, "tool_calls": calls} if calls else message
-
-
 def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """Answer the rollout with its reward; with a threshold the reward becomes 1 or 0."""
     threshold = served.reward_threshold
@@ -241,15 +193,14 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         reason = scored.errors[0]
         if reason != _NO_REPLY:
             reason = f"the reward model rejects the policy's reply: {reason}"
-        failure = _failure_fields(_REFUSED, reason, is_masked=threshold is None)
-        return {**_echo_fields(body), **failure}
+        return _answer_failure(body, _REFUSED, reason, is_masked=threshold is None)
     (reward,) = served.one_reward(scored.rewards)
     # With a threshold the reward is no sum, so it has no components.
     components = {} if threshold is not None else _read_components(scored, served)
     attributes = zip(served.attributes, scored.rewards[0].tolist(), strict=True)
     parts = list_parts(scored)[0].items() if scored.parts is not None else ()
     return {
-        **_echo_fields(body),
+        **_echo_fields(body, is_masked=False),
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
@@ -258,7 +209,6 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "truncated": bool(scored.exceeded[0]),
         "contract_hash": scored.contract_hash,
         "model_fingerprint": scored.model_fingerprint,
-        "mask_sample": False,
         "failure_kind": None,
         "failure_reason": None,
     }
@@ -279,30 +229,42 @@ def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
     # Gym ends a whole run if one rollout gets any other status than 200.
     if body is None or kind is None:
         return refuse_with_detail(failure, body)
-    fields = _failure_fields(kind, failure.message, is_masked=True)
-    return HttpAnswer(200, {**_echo_fields(body), **fields})
+    return HttpAnswer(200, _answer_failure(body, kind, failure.message, is_masked=True))
 
 
-def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
+def _echo_fields(body: VerifyRequest, is_masked: bool) -> dict[str, Any]:
+    """Return the fields of a rollout, with those of the answer that do not depend on its reward."""
     fields = body.model_dump(exclude_unset=True)
-    # A rollout that is scored again still has the attributes and parts of its first answer.
-    stale = (_ATTRIBUTE, _PART)
-    return {name: value for name, value in fields.items() if not name.startswith(stale)}
+    # A rollout that is scored again still has the attributes, parts and failure of its first
+    # answer.
+    stale = (_ATTRIBUTE, _PART, _FAILURE)
+    config = fields.get("instance_config")
+    return {
+        **{name: value for name, value in fields.items() if not name.startswith(stale)},
+        "reply_cut": body.response.is_cut,
+        "mask_sample": is_masked,
+        # NeMo RL reads the flag only here.
+        "instance_config": {
+            **(config if isinstance(config, dict) else {}),
+            "mask_sample": is_masked,
+        },
+    }
 
 
-def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
+def _answer_failure(body: VerifyRequest, kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
     # Set all fields of an answer: a rollout that is scored again still has the fields of its first
     # answer, which must be overwritten.
     return {
+        **_echo_fields(body, is_masked),
         "reward": 0.0,
         "raw_reward": None,
         "reward_components": {},
         "truncated": False,
         "contract_hash": None,
         "model_fingerprint": None,
-        "mask_sample": is_masked,
         "failure_kind": kind,
         "failure_reason": reason,
+        **({f"{_FAILURE}class": kind} if kind.startswith(_RETRIED) else {}),
     }
 
 
@@ -313,8 +275,8 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 # answers its comparisons, and ``parts`` of each reward. ``conversation_history``
 # has the messages before the replies; ``response_objs`` are read like the response of ``/verify``.
 # All replies are rewarded by the ``principle``, if there is one; a model that was trained without
-# principles rejects it. If one reply cannot be scored, the whole group fails, because a made-up
-# reward in its place would train the policy.
+# principles rejects it. A reply that cannot be scored gets ``refused_reward`` of the server's
+# settings. If that is null, the whole group fails, because a made-up reward would train the policy.
 
 
 class CompareRequest(Body):
@@ -340,25 +302,44 @@ class CompareResponse(Body):
 
 
 def read_compare(body: CompareRequest) -> ScoreRequest:
-    """Append each reply to the conversation; raise ServingError if one of them is unreadable."""
+    """Append each reply to the conversation; one with which it is no conversation is rejected.
+
+    Raises:
+        ServingError: an item is not text, or the conversation is at fault, whatever the reply.
+    """
     prompt = turns_of(body.conversation_history, "conversation_history")
     texts: list[Text] = []
+    refused: dict[int, str] = {}
     for number, response in enumerate(body.response_objs):
         location = f"response_objs.{number}"
         reply = turns_of(response.output, f"{location}.output")
-        if not reply or reply[-1]["role"] != "assistant":
-            raise ServingError(
-                f"{location}.output: got no message of the assistant at its end, wanted the reply"
-            )
-        turns = merge_assistant_turns([*prompt, *reply])
-        conversation = {"messages": turns, "principle": body.principle}
-        texts.append(conversation_of(conversation, location))
-    return ScoreRequest(texts=texts)
+        try:
+            texts.append(_append_reply(prompt, reply, body.principle, location))
+        except ServingError as error:
+            refused[number] = str(error)
+    if refused:
+        _append_reply(prompt, _OTHER_REPLY, body.principle, "conversation_history")
+    return ScoreRequest(texts=texts, refused=refused)
+
+
+def _append_reply(prompt: Messages, reply: Messages, principle: str | None, location: str) -> Text:
+    if not reply or reply[-1]["role"] != "assistant":
+        raise ServingError(
+            f"{location}.output: got no message of the assistant at its end, wanted the reply"
+        )
+    turns = merge_assistant_turns([*prompt, *reply])
+    return conversation_of({"messages": turns, "principle": principle}, location)
 
 
 def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer: rewards, and metrics under the names that Gym's judge uses."""
-    rewards = served.one_reward(scored.rewards)
+    """Build the answer: rewards, and metrics under the names that Gym's judge uses.
+
+    Raises:
+        ServingError: a reply cannot be scored, and there is no ``refused_reward``.
+    """
+    if scored.errors and served.refused_reward is None:
+        raise ServingError(scored.errors[min(scored.errors)])
+    rewards = served.fill_refused(np.array(served.one_reward(scored.rewards)), scored)
     comparisons = list(scored.comparisons)
     scores = [pair[name] for pair in comparisons for name in ("score_1", "score_2")] or rewards
     ties = [pair["score_1"] == pair["score_2"] for pair in comparisons]
@@ -391,6 +372,7 @@ ROUTES: list[Route[Any]] = [
         read_compare,
         answer_compare,
         refuse_with_detail,
+        takes_refused_reward=True,
     ),
 ]
 

@@ -69,7 +69,7 @@ class DocumentsResponse(Body):
 
 def read(body: DocumentsRequest) -> ScoreRequest:
     """Pair the query with each document; raise ServingError if one of them is not text."""
-    check_fixed(body, special_tokens=True)
+    check_fixed(body, special_tokens=(True,))
     refuse_other_samples(body, "documents")
     rank_fields = (body.model_extra or {}).get("rank_fields")
     if rank_fields not in _RANK_FIELDS:

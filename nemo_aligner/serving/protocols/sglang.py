@@ -1,4 +1,4 @@
-"""SGLang's own ``POST /classify``, at the same path as vLLM's.
+"""SGLang's own ``POST /classify``, at the same path as vLLM's, and its routes in OpenAI's form.
 
 A body with ``text`` or ``input_ids`` is SGLang's; shapes follow ``EmbeddingReqInput`` of
 ``sglang/srt/managers/io_struct.py`` (August 2026). The body has one text or list of token ids, or a
@@ -7,13 +7,19 @@ are completed with the text that the chat template writes after that token. The 
 object, or a list of objects for a list: ``embedding`` has the rewards, ``meta_info`` the request's
 id and, for token ids, their number. Fields that change the sample (images, adapters, prepared
 embeddings) are rejected.
+
+``POST /v1/classify`` and ``/v1/embeddings`` take ``input``, like vLLM's ``/classify``; shapes
+follow ``sglang/srt/entrypoints/openai/protocol.py``. verl's reward loop reads the last number of an
+``embedding``. Unlike SGLang's, ``probs`` are the rewards, without a softmax.
 """
 
 from __future__ import annotations
 
+import base64
 import uuid
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, RootModel
 
 from nemo_aligner.serving.failures import RequestError
@@ -28,6 +34,16 @@ from nemo_aligner.serving.protocols.base import (
     as_json,
     refuse_other_samples,
 )
+from nemo_aligner.serving.protocols.vllm import (
+    PoolingRequest,
+    PoolingResponse,
+    answer_classify,
+    list_answer,
+    read_samples,
+    read_texts,
+    refuse_steps,
+)
+from nemo_aligner.serving.protocols.vllm import refuse as refuse_like_vllm
 from nemo_aligner.utils.errors import ServingError
 
 # Unsupported fields: they change the sample or the model, or request more than rewards.
@@ -37,6 +53,7 @@ _UNSUPPORTED = (
     "video_data",
     "audio_data",
     "embed_overrides",
+    "embed_override_token_id",
     "positional_embed_overrides",
     "multi_item_delimiter_indices",
     "is_cross_encoder_request",
@@ -74,13 +91,7 @@ def read(body: SglangRequest) -> ScoreRequest:
     Raises:
         ServingError: the request has both, neither, or an unsupported field.
     """
-    for name in _UNSUPPORTED:
-        value = (body.model_extra or {}).get(name)
-        if value not in (None, False, []):
-            raise ServingError(
-                f"{name}: got {as_json(value)}, wanted null: this server scores only texts and "
-                "token ids"
-            )
+    _check_unsupported(body)
     if (body.text is None) == (body.input_ids is None):
         state = "neither text nor" if body.text is None else "both text and"
         raise ServingError(f"got {state} input_ids, wanted one of them")
@@ -95,6 +106,16 @@ def read(body: SglangRequest) -> ScoreRequest:
             f"rid: got {as_json(body.rid)}, wanted {expected}, one for each sample of {name}"
         )
     return ScoreRequest(token_lists=rows) if body.text is None else ScoreRequest(texts=rows)
+
+
+def _check_unsupported(body: Body) -> None:
+    for name in _UNSUPPORTED:
+        value = (body.model_extra or {}).get(name)
+        if value not in (None, False, []):
+            raise ServingError(
+                f"{name}: got {as_json(value)}, wanted null: this server scores only texts and "
+                "token ids"
+            )
 
 
 def _is_single(body: SglangRequest) -> bool:
@@ -137,7 +158,50 @@ def refuse(failure: RequestError, body: SglangRequest | None) -> HttpAnswer:
     return HttpAnswer(failure.kind.status, {"error": {"message": failure.message}})
 
 
-ROUTES = [
+class EmbeddingsRequest(Body):
+    """Samples as ``input``: a text, a list of token ids, or a list of either.
+
+    With the ``encoding_format`` ``base64``, which OpenAI's client asks for, an embedding is the
+    bytes of its numbers (float32, little-endian) in base64.
+    """
+
+    model: str | None = None
+    input: str | Rows[str] | Items[int] | Rows[Items[int]] = Field(
+        examples=[["What is red? A rose."]]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    request_id: str | None = None
+
+
+def read_classify(body: PoolingRequest) -> ScoreRequest:
+    """Read samples like vLLM's ``/classify``; raise ServingError for fields of SGLang, too."""
+    _check_unsupported(body)
+    return read_texts(body)
+
+
+def read_embeddings(body: EmbeddingsRequest) -> ScoreRequest:
+    """Read samples like ``/v1/classify``, but no conversation."""
+    _check_unsupported(body)
+    refuse_steps(body)
+    return read_samples(body, body.input)
+
+
+def answer_embeddings(body: EmbeddingsRequest, scored: ScoredRows, served: Served) -> Any:
+    """Build the answer, in which each sample's ``embedding`` has its rewards."""
+    rows = scored.rewards
+    embeddings = map(_encode_base64, rows) if body.encoding_format == "base64" else rows.tolist()
+    data = [
+        {"object": "embedding", "index": index, "embedding": embedding}
+        for index, embedding in enumerate(embeddings)
+    ]
+    return list_answer("embd", served, data, scored, body.request_id, body.input)
+
+
+def _encode_base64(rewards: np.ndarray) -> str:
+    return base64.b64encode(rewards.astype("<f4").tobytes()).decode()
+
+
+ROUTES: list[Route[Any]] = [
     Route(
         "/classify",
         "SGLang's native classification: the rewards as an embedding",
@@ -148,5 +212,25 @@ ROUTES = [
         refuse,
         completes_turns=True,
         marks=("text", "input_ids"),
-    )
+    ),
+    Route(
+        "/v1/classify",
+        "SGLang's classification in OpenAI's form: a reward for each attribute",
+        PoolingRequest,
+        PoolingResponse,
+        read_classify,
+        answer_classify,
+        refuse_like_vllm,
+        completes_turns=True,
+    ),
+    Route(
+        "/v1/embeddings",
+        "OpenAI's embeddings, as SGLang has them for reward models: the rewards as an embedding",
+        EmbeddingsRequest,
+        PoolingResponse,
+        read_embeddings,
+        answer_embeddings,
+        refuse_like_vllm,
+        completes_turns=True,
+    ),
 ]

@@ -7,12 +7,15 @@ conversation, with ``tools`` and ``documents``, and is written in the model's ch
 ``/score`` takes pairs of a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is
 scored as a conversation.
 
-``/pooling`` with ``"task": "token_classify"`` answers one row of rewards per turn or step of a
-sample, as vLLM's step pooling does. The scoring contract decides where the rewards are read.
+``/pooling`` answers one row of rewards per turn or step of a sample, as vLLM's step pooling does,
+if the model has them and ``task`` is ``token_classify`` or not sent. The scoring contract decides
+where the rewards are read. With the task ``classify`` or ``score`` it answers the sample's rewards.
 
 No sigmoid or softmax is applied: ``probs`` and ``data`` are the model's rewards for each attribute,
 and ``score`` is their weighted sum. The scoring contract sets the rules of scoring, so fields that
-ask for other ones (truncation, another template, special tokens) are rejected.
+ask for other ones (truncation, another template) are rejected. ``add_special_tokens: false`` is
+rejected for a text to which the contract adds BOS or EOS; a gateway rejects it if the contract adds
+one to any text. For token ids it does not matter.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "media_io_kwargs": ((None, {}), _BY_CONTRACT),
     "cache_salt": ((None,), _ONE_FORM),
     "priority": ((None, 0), _ONE_FORM),
-    "task": ((None, "classify", "token_classify"), _ONE_FORM),
+    "task": ((None, "classify", "score", "token_classify"), _ONE_FORM),
     "dimensions": ((None,), _ONE_FORM),
     "encoding_format": ((None, "float"), _ONE_FORM),
     "instruction": ((None,), _BY_CONTRACT),
@@ -135,11 +138,12 @@ class PoolingUsage(Body):
 
 
 class PoolingResponse(Body):
-    """The answer of ``/classify``, ``/pooling`` and ``/score``.
+    """The answer of ``/classify``, ``/pooling``, ``/score`` and ``/v1/embeddings``.
 
     ``data`` has an object for each input, with its ``index``. For ``/classify`` it has ``label``,
     ``probs`` (the rewards) and ``num_classes``; for ``/pooling``, ``data`` (the rewards); for
-    ``/score``, ``score``. If the sample was cut to the model's length, it has ``truncated: true``.
+    ``/score``, ``score``; for ``/v1/embeddings``, ``embedding`` (the rewards). If the sample was
+    cut to the model's length, it has ``truncated: true``.
     """
 
     id: str
@@ -160,24 +164,35 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
     if (body.input is None) == (body.messages is None):
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
-    refuse_other_samples(body, "messages" if body.input is None else "input")
-    # Accept only vLLM's default of add_special_tokens: false for messages, whose template writes
-    # the special tokens, and true for texts.
     if body.messages is not None:
-        check_fixed(body, special_tokens=False)
+        refuse_other_samples(body, "messages")
+        # The template writes the special tokens, so vLLM's default is false.
+        check_fixed(body, special_tokens=(False,))
         conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
         return ScoreRequest(texts=[conversation_of(conversation, "messages")])
-    check_fixed(body, special_tokens=True)
     for name in _TEMPLATE_FIELDS:
         if getattr(body, name):
             raise ServingError(f"{name}: got it together with input; send it with messages")
-    if not body.input:
+    return read_samples(body, body.input)
+
+
+def read_samples(body: Body, value: Any) -> ScoreRequest:
+    """Read the samples in ``value``, the field ``input`` of a body.
+
+    Raises:
+        ServingError: there are no samples, or samples under another name, too; or a field asks for
+            scoring that differs from the scoring contract's.
+    """
+    refuse_other_samples(body, "input")
+    token_lists = _token_lists(value)
+    check_fixed(body, special_tokens=(False, True))
+    if not value:
         raise ServingError("input: got nothing, wanted a text, token ids, or a list of either")
-    token_lists = _token_lists(body.input)
     if token_lists is not None:
         return ScoreRequest(token_lists=token_lists)
-    texts: Any = [body.input] if isinstance(body.input, str) else body.input
-    return ScoreRequest(texts=texts)
+    texts = [value] if isinstance(value, str) else value
+    flag = (body.model_extra or {}).get("add_special_tokens")
+    return ScoreRequest(texts=texts, adds_special_tokens=flag in (None, True))
 
 
 def _token_lists(value: Any) -> list[list[int]] | None:
@@ -194,7 +209,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
         ServingError: the fields are not one of vLLM's pairs of names, or their lengths do not
             match.
     """
-    check_fixed(body, special_tokens=True)
+    check_fixed(body, special_tokens=(True,))
     fields = dict(body)
     pairs = [pair for pair in _PAIRS if all(fields.get(name) is not None for name in pair)]
     present = {name for pair in _PAIRS for name in pair if fields.get(name) is not None}
@@ -235,24 +250,29 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 
 def read_texts(body: PoolingRequest) -> ScoreRequest:
     """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
+    refuse_steps(body)
+    return read_input(body)
+
+
+def refuse_steps(body: Body) -> None:
+    """Raise ServingError if a body asks for rewards of steps, which only ``/pooling`` has."""
     if (body.model_extra or {}).get("task") == _STEPS:
         raise ServingError(
             f'task: got "{_STEPS}", wanted "classify"; post to /pooling for rewards of steps'
         )
-    return read_input(body)
 
 
-def check_fixed(body: Body, special_tokens: bool) -> None:
+def check_fixed(body: Body, special_tokens: tuple[bool, ...]) -> None:
     """Check the fields of a body that would change how samples are scored, or the answer's form.
 
     Args:
-        special_tokens: the only accepted value of ``add_special_tokens``, in addition to null.
+        special_tokens: the accepted values of ``add_special_tokens``, in addition to null.
 
     Raises:
         ServingError: ``add_special_tokens`` or a field of ``_FIXED`` has a value that is not
             accepted.
     """
-    fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
+    fixed = {**_FIXED, "add_special_tokens": ((None, *special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name][0]:
             values, reason = fixed[name]
@@ -271,24 +291,25 @@ def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) ->
         }
         for index, rewards in enumerate(scored.rewards)
     ]
-    return _list_answer("classify", body, served, data, scored)
+    return list_answer("classify", served, data, scored, body.request_id, body.input)
 
 
 def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List the rewards of each sample, or of its turns or steps."""
+    """List the rewards of each sample, or of its turns or steps, which are vLLM's default."""
+    task = (body.model_extra or {}).get("task")
+    if task == _STEPS and scored.steps is None:
+        raise ServingError(
+            f'task: got "{_STEPS}", wanted "classify": the model has one reward per sample, or '
+            "its server shapes rewards by a rule for whole replies"
+        )
     rows: Any = scored.rewards
-    if (body.model_extra or {}).get("task") == _STEPS:
-        if scored.steps is None:
-            raise ServingError(
-                f'task: got "{_STEPS}", wanted "classify": the model has one reward per sample, or '
-                "its server shapes rewards by a rule for whole replies"
-            )
+    if task in (None, _STEPS) and scored.steps is not None:
         rows = [steps.rewards for steps in scored.steps]
     data = [
         {"index": index, "object": "pooling", "data": rewards.tolist()}
         for index, rewards in enumerate(rows)
     ]
-    return _list_answer("pool", body, served, data, scored)
+    return list_answer("pool", served, data, scored, body.request_id, body.input)
 
 
 def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -297,31 +318,38 @@ def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict
         {"index": index, "object": "score", "score": reward}
         for index, reward in enumerate(served.one_reward(scored.rewards))
     ]
-    return _list_answer("score", body, served, data, scored)
+    return list_answer("score", served, data, scored, body.request_id)
 
 
-def _list_answer(
+def list_answer(
     kind: str,
-    body: PoolingRequest | PairsRequest,
     served: Served,
     data: list[dict[str, Any]],
     scored: ScoredRows,
+    request_id: str | None,
+    value: Any = None,
 ) -> dict[str, Any]:
+    """Build the answer around ``data``, the objects of the samples.
+
+    Args:
+        kind: what the answer's id begins with.
+        value: the field ``input`` of the request, whose token ids are counted.
+    """
     for item, was_cut in zip(data, scored.exceeded.tolist(), strict=True):
         item |= {"truncated": True} if was_cut else {}
     return {
-        "id": f"{kind}-{body.request_id or uuid.uuid4().hex}",
+        "id": f"{kind}-{request_id or uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": served.model_name,
         "data": data,
-        "usage": _count_tokens(body),
+        "usage": _count_tokens(value),
     }
 
 
-def _count_tokens(body: PoolingRequest | PairsRequest) -> dict[str, int]:
-    """Count the token ids of a request; empty for texts, as the gateway has no tokenizer."""
-    token_lists = _token_lists(body.input) if isinstance(body, PoolingRequest) else None
+def _count_tokens(value: Any) -> dict[str, int]:
+    """Count the token ids of an ``input``; empty for texts, as the gateway has no tokenizer."""
+    token_lists = _token_lists(value)
     if token_lists is None:
         return {}
     tokens = sum(map(len, token_lists))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nemo_aligner.checkpoint.hf import export as hf_export
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
@@ -314,16 +314,15 @@ def test_router_stays_fp32_and_further_layers_are_dropped(layout: Any, tmp_path:
     export(tmp_path / "rm.nemo", tmp_path / "back", layout, dtype=torch.bfloat16)
     exported = tensors_of(tmp_path / "back")
     assert exported["model.layers.2.self_attn.o_proj.weight"].dtype is torch.bfloat16
-    read = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "back", dtype=torch.bfloat16
-    ).state_dict()
+    theirs = families.classifier(families.hf_config("glm4_moe"))
+    read = theirs.from_pretrained(tmp_path / "back", dtype=torch.bfloat16).state_dict()
     for name, key in (("expert_bias", "e_score_correction_bias"), ("weight", "weight")):
-        theirs = f"model.layers.2.mlp.gate.{key}"
-        expected = source[theirs]
+        hf_name = f"model.layers.2.mlp.gate.{key}"
+        expected = source[hf_name]
         assert not torch.equal(expected, expected.bfloat16().float())
         with open_nemo(tmp_path / "rm.nemo") as folder:
             stored = folder.store.read(f"model.decoder.layers.2.mlp.router.{name}")
-        for tensor in (stored, exported[theirs], read[theirs]):
+        for tensor in (stored, exported[hf_name], read[hf_name]):
             assert tensor.dtype is torch.float32
             assert torch.equal(tensor, expected)
 

@@ -20,6 +20,7 @@ from nemo_aligner.checkpoint.hf.multimodal import decoder_config, decoder_name, 
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import infer
 from tests.checkpoint.hf.exporting import assert_same, export, tensors_of
 from tests.checkpoint.refusals import refusals
@@ -196,6 +197,37 @@ def test_decoder_has_the_same_names_however_the_whole_is_written() -> None:
     # Without the setting, the stored tensors decide.
     for names, tied in (([], True), (["lm_head.weight"], False)):
         assert decoder_config({"model_type": "llava"}, names)["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize("case", ["mistral3", "llava_next"])
+def test_window_that_is_null_is_no_window(case: str) -> None:
+    """A Mistral without the key has the window of transformers' class."""
+    mistral = {**TEXT, "model_type": "mistral"}
+    for text, expected in (({**mistral, "sliding_window": None}, None), (mistral, 4096)):
+        whole = AutoConfig.for_model(case, **{**CASES[case], "text_config": dict(text)})
+        assert whole.text_config.sliding_window == expected
+        for config in (whole.to_dict(), {**CASES[case], "model_type": case, "text_config": text}):
+            nemo = find_family("mistral").to_nemo(decoder_config(config, []))
+            assert ModelShape.from_config(nemo).window_size == expected
+
+
+def test_null_in_a_decoder_s_config_switches_off_what_it_does_by_itself() -> None:
+    experts = {"num_experts_per_tok": 3, "num_key_value_heads": 4}
+    for decoder, key, more in (
+        ("gemma2", "attn_logit_softcapping", {}),
+        ("deepseek_v3", "q_lora_rank", experts),
+        # As many key heads as query heads.
+        ("mistral", "num_key_value_heads", {"num_attention_heads": 16}),
+    ):
+        text = {**TEXT, **more, "model_type": decoder, key: None}
+        inside = decoder_config({"model_type": "llava", "text_config": text}, ["lm_head.weight"])
+        to_nemo = find_family(decoder).to_nemo
+        alone = to_nemo({**text, "tie_word_embeddings": inside["tie_word_embeddings"]})
+        assert to_nemo(inside) == alone
+        with_default = {name: value for name, value in text.items() if name != key}
+        assert alone != to_nemo(
+            decoder_config({"model_type": "llava", "text_config": with_default}, [])
+        )
 
 
 def test_multimodal_config_that_is_not_known_is_refused() -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fastapi.testclient import TestClient
 from nemo_gym.failure_kinds import FAILURE_KINDS
+from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.server_utils import ServerClient
 from pydantic import ValidationError
 from resources_servers.reward_model import app
@@ -42,8 +43,10 @@ SCORED = {
     "attribute/help": 6.0,
     "attribute/length": 7.0,
     "truncated": True,
+    "reply_cut": True,
     "contract_hash": "h",
     "mask_sample": False,
+    "instance_config": {"mask_sample": False},
     "failure_kind": None,
     "failure_reason": None,
 }
@@ -142,6 +145,9 @@ def test_reward_is_that_of_the_gateway() -> None:
     assert answer["reward_components"] == {"help": 6, "length": -3.5}
     assert (answer["attribute/help"], answer["attribute/length"]) == (6, 7)
     assert (answer["truncated"], answer["contract_hash"]) == (True, "h")
+    assert answer["reply_cut"] is True
+    assert answer["instance_config"] == {"mask_sample": False}
+    assert "_ng_failure_class" not in answer
     assert (answer["mask_sample"], answer["failure_kind"]) == (False, None)
     assert answer["response"]["output"][0]["content"][0]["text"] == "a rose"
 
@@ -152,6 +158,27 @@ def test_one_attribute_may_be_the_reward() -> None:
     answer = verified(FakeGateway(), body(), attribute="kind")
     assert "attribute: got 'kind', wanted one of help, length" in answer["failure_reason"]
     assert answer["mask_sample"]
+
+
+def test_policy_that_was_cut_off_is_known_to_the_gateway() -> None:
+    gateway = FakeGateway()
+    details = {"incomplete_details": {"reason": "max_output_tokens"}, "status": "incomplete"}
+    verified(gateway, {**ROWS[0], "response": {**said("a rose"), **details}})
+    assert gateway.asked[0]["response"]["incomplete_details"] == details["incomplete_details"]
+
+
+@pytest.mark.parametrize("config", [None, "text", {"mask_sample": True, "image": "x"}])
+def test_flag_is_also_where_nemo_rl_reads_it(config: Any) -> None:
+    """And a sample that gets a reward has no flag of an earlier time."""
+    kept = {"image": "x"} if isinstance(config, dict) else {}
+    for gateway, is_masked in (
+        (FakeGateway(), False),
+        (FakeGateway((200, failed("reward_model:refused_text", "no"))), True),
+        (FakeGateway((413, "no")), True),
+    ):
+        answer = verified(gateway, body(instance_config=config))
+        assert answer["instance_config"] == {**kept, "mask_sample": is_masked}
+        assert answer["mask_sample"] is is_masked
 
 
 @pytest.mark.parametrize(("threshold", "reward"), [(6, 1.0), (6.5, 0.0)])
@@ -176,6 +203,7 @@ def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
     ("status", "said", "kind", "reason"),
     [
         (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),
+        (200, failed("judge_failed", "the judge"), "judge_failed", "the judge"),
         (401, {"detail": "no token"}, "verifier_error", "HTTP 401: no token"),
         (404, {"error": "no"}, "verifier_error", "set server_url to the URL"),
         (413, "too large", "verifier_error", 'HTTP 413: "too large"'),
@@ -191,11 +219,24 @@ def test_failure_of_the_gateway_masks_the_sample(
     assert answer["failure_kind"] == kind
     assert reason in answer["failure_reason"]
     assert kind in FAILURE_KINDS
+    # Gym stores a row with a class as a failure, and runs it again on resume.
+    outage = None if kind == "verifier_error" else kind
+    assert answer.get(NG_FAILURE_CLASS_KEY) == outage
 
 
 def test_gateway_that_is_gone_masks_the_sample() -> None:
     answer = verified(FakeGateway(), body(), server_url="http://127.0.0.1:9")
     assert (answer["mask_sample"], answer["failure_kind"]) == (True, "transport_unreachable")
+    assert answer[NG_FAILURE_CLASS_KEY] == "transport_unreachable"
+    assert answer["reply_cut"] is None
+
+
+def test_outage_has_its_class_in_the_answer_over_http() -> None:
+    server = served(config(server_url="http://127.0.0.1:9", retry_s=0))
+    with TestClient(server.setup_webserver()) as client:
+        answer = client.post("/verify", json=body()).json()
+    assert answer[NG_FAILURE_CLASS_KEY] == answer["failure_kind"] == "transport_unreachable"
+    assert answer["instance_config"] == {"mask_sample": True}
 
 
 @pytest.mark.parametrize(

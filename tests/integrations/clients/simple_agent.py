@@ -168,6 +168,9 @@ def check(rollouts, metrics, verified):
     for rollout, own in zip(rollouts, verified, strict=True):
         got = rollout["mask_sample"], rollout["failure_kind"]
         assert got == (own.mask_sample, own.failure_kind), rollout
+        # NeMo RL reads the flag here.
+        assert rollout["instance_config"] == own.instance_config == {"mask_sample": got[0]}
+        assert rollout["reply_cut"] is own.reply_cut is False
         assert rollout["reward"] == pytest.approx(own.reward, abs=1e-5)
     assert metrics["mean/reward"] == pytest.approx(rollouts[0]["reward"])
     assert metrics["coverage/masked_rollouts"] == len(MASKED)

@@ -38,12 +38,16 @@ def ask(
     tokenizer_folder: Path,
     chats: list[list[dict[str, str]]],
     modules: StandIns,
+    engine: str,
 ) -> list[dict[str, Any]]:
-    """Run its worker on conversations; return rewards and the texts that were sent."""
+    """Run its worker on conversations; return rewards and the texts that were sent.
+
+    ``engine`` is the server that the worker takes ours for, ``vllm`` or ``sglang``.
+    """
     _stand_in_for_verl(modules)
     loop = modules.load(_LOOP, package.joinpath(*_LOOP.split(".")).with_suffix(".py"))
     folder = str(tokenizer_folder)
-    served = {"enable": True, "model_path": folder, "rollout": {"name": "vllm"}}
+    served = {"enable": True, "model_path": folder, "rollout": {"name": engine}}
     reward = {"reward_model": served, "custom_reward_function": {"path": None}}
     model = {"tokenizer_path": None, "path": folder}
     config = OmegaConf.create({"actor_rollout_ref": {"model": model}, "reward": reward})

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_aligner.batch.cache_use import CachedPrefix, Stored
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.checkpoint.decoder_tensors import HEAD, model_tensors, numbered_tensors
+from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
@@ -36,6 +38,7 @@ from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.attention.backends import BACKENDS
+from nemo_aligner.models.backbone import use_transformer_engine
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.delta_choice import use_delta_kernel
@@ -60,6 +63,7 @@ from nemo_aligner.training.loggers import Timers
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
+from tests.harness.families import CASES, hf_config
 from tests.models.attention.backend_packs import (
     RandomPack,
     cases_of,
@@ -364,6 +368,26 @@ def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
             infer(wrapped, [batch], layout, pool)
     counts = {"replayed": model.graphs.replayed, "eager": model.graphs.eager}
     return {"why": reason, "captured": captured, **counts}
+
+
+def places(watch: Watch) -> Found:
+    """Names by which weights and the decoder's table differ, for each model of TransformerEngine.
+
+    The models are those of the families' cases.
+    """
+    dist.init_process_group(ONE_RANK, rank=0, world_size=1)
+    layout, differing = initialize_layout(), {}
+    for case, settings in CASES.items():
+        to_nemo = find_family(settings["model_type"]).to_nemo
+        shape = ModelShape.from_config(to_nemo(hf_config(case).to_dict()))
+        if not use_transformer_engine(shape, torch.bfloat16):
+            continue
+        model = build_reward_model(shape, layout, num_attributes=1, precision=Precision.bf16)
+        entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values()
+        weights = {entry.key for entry in entries if "_extra_state" not in entry.key} - {HEAD}
+        table = model_tensors(shape) | numbered_tensors(shape)
+        differing[case] = sorted(weights ^ table.keys())
+    return {"differing": differing}
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:

@@ -156,6 +156,7 @@ ATTENTION: dict[str, Task] = {
         ("attention, old torch", {**OLD_TORCH, "flash_attn": None}),
     )
 }
+PLACES: Task = {"run": "places", "with": {}}
 # As under ``srun --gpus-per-task=1``.
 ONE_GPU: Task = {
     "run": "start",
@@ -188,8 +189,9 @@ def plain(rehearse: Rehearse) -> dict[str, Seen]:
 @pytest.fixture(scope="module")
 def with_engine(rehearse: Rehearse) -> dict[str, Seen]:
     """Without Apex a model is built all the same."""
-    tasks = {name: (LAYOUTS | ALONE | REFUSED)[name] for name in ("tp2+sp+dp2", "alone", "fp32")}
-    return seen_of(rehearse, "engine", tasks, "te")
+    kinds = LAYOUTS | ALONE | REFUSED | MIXTURES
+    tasks = {name: kinds[name] for name in ("tp2+sp+dp2", "alone", "fp32", "gpt-oss")}
+    return seen_of(rehearse, "engine", {**tasks, "places": PLACES}, "te")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +217,7 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
 ) -> None:
     wrong = {}
     for stubs, results in (("", plain), ("engine", with_engine), ("apex", with_apex)):
-        for name in results.keys() - {"one GPU", *GRAPHS, *ATTENTION}:
+        for name in results.keys() - {"one GPU", "places", *GRAPHS, *ATTENTION}:
             seen = results[name]
             problems = differences(seen["collectives"])
             for rank in seen["ranks"]:
@@ -379,3 +381,13 @@ def test_transformer_engine_s_layers_are_for_16_bits(with_engine: dict[str, Seen
     assert modules["fp32"] == 0
     assert flash_calls(with_engine["alone"]) == LAYERS_AND_PACKS
     assert flash_calls(with_engine["fp32"]) == 0
+
+
+def test_transformer_engine_s_layers_have_a_place_for_every_tensor(
+    with_engine: dict[str, Seen],
+) -> None:
+    """Where they do not, as for the bias of gpt-oss' output projection, torch's layers are used."""
+    differing = with_engine["places"]["differing"]
+    assert {"llama", "qwen2", "nemotron", "mixtral"} <= differing.keys()
+    assert not any(differing.values()), differing
+    assert with_engine["gpt-oss"]["ranks"][0]["engine_modules"] == 0

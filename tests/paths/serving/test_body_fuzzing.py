@@ -109,6 +109,11 @@ SAMPLES: dict[str, list[Any]] = {
         {"input": [1, 2], "task": "classify", "dimensions": None},
         {**WHOLE, "priority": 0},
     ],
+    "/v1/classify": [{"model": "m", "input": ["a", "b"]}, {"messages": CHAT, "tools": [TOOL]}],
+    "/v1/embeddings": [
+        {"model": "m", "input": "a"},
+        {"input": [[1, 2], [3]], "encoding_format": "base64", "dimensions": None},
+    ],
     "/score": SCORED,
     "/v1/score": SCORED,
     "/predict": [

@@ -120,6 +120,12 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
         asked = {"messages": CHAT, "task": "token_classify"}
         pooled = call(app, "/pooling", asked).json["data"][0]["data"]
         assert np.float32(pooled).tobytes() == wanted[0].rewards.tobytes()
+        # As in vLLM, steps are the default of a model that has them.
+        assert call(app, "/pooling", {"messages": CHAT}).json["data"][0]["data"] == pooled
+        whole = call(app, "/pooling", {"messages": CHAT, "task": "classify"}).json["data"][0][
+            "data"
+        ]
+        assert np.float32(whole).tobytes() == last[:1].tobytes()
         refused = call(app, "/classify", asked)
         assert (refused.status, "post to /pooling" in refused.json["error"]["message"]) == (
             400,

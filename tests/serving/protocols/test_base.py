@@ -51,7 +51,8 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
     paths = sorted(route.path for route in ROUTES if not route.marks)
     assert paths == [
         *("/classify", "/compare", "/get_reward", "/pooling", "/predict", "/remote_rm", "/rerank"),
-        *("/score", "/v1/rerank", "/v1/rewards", "/v1/score", "/v2/rerank", "/verify"),
+        *("/score", "/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/rewards", "/v1/score"),
+        *("/v2/rerank", "/verify"),
     ]
     assert [route.path for route in ROUTES if route.marks] == ["/classify", "/rerank"]
     statuses = {kind.label: kind.status for kind in FailureKind}
@@ -252,6 +253,8 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("/classify sglang", {"input_ids": [1], "messages": TURNS}, "got input_ids and messages"),
     ("/pooling", {"messages": TURNS, "text": "b"}, "got messages and text"),
     ("/pooling", {"input": [1, 2], "input_ids": [1]}, "got input and input_ids"),
+    ("/v1/classify", {"input": "a", "messages": TURNS}, "got both input and messages"),
+    ("/v1/embeddings", {"input": "a", "messages": TURNS}, "got input and messages"),
     (
         "/score",
         _pairs("queries", "documents"),

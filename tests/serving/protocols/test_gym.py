@@ -138,7 +138,78 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
     assert answer["model_fingerprint"] == "f00d"
     failed = [answer[name] for name in ("mask_sample", "failure_kind", "failure_reason")]
     assert failed == [False, None, None]
+    assert not is_masked_by_nemo_rl(answer)
+    assert "_ng_failure_class" not in answer
     GYM.response.model_validate(answer)
+
+
+def is_masked_by_nemo_rl(answer: dict[str, Any]) -> bool:
+    """As ``_extract_mask_sample_flags`` of nemo_rl/experience/rollouts.py reads a full result."""
+    return bool((answer.get("instance_config") or {}).get("mask_sample", False))
+
+
+def test_rollout_is_masked_where_nemo_rl_looks_and_no_longer_when_it_is_scored_again() -> None:
+    """Gym's judge.py writes both flags, and keeps what else ``instance_config`` has."""
+    config = {"mask_sample": True, "image": "x"}
+    for stale, kept in ((config, {"image": "x"}), (None, {}), ("text", {})):
+        body = parsed(GYM, {**rollout("a", said("b")), "instance_config": stale})
+        answer = GYM.answer(body, scored([1.5]), ONE)
+        assert answer["instance_config"] == {**kept, "mask_sample": False}
+        GYM.response.model_validate(answer)
+        for answer in (
+            GYM.answer(body, scored([np.nan], errors={0: "too long"}), ONE),
+            GYM.refuse(RequestError("no", FailureKind.bad_request), body).content,
+        ):
+            assert answer["instance_config"] == {**kept, "mask_sample": True}
+            assert is_masked_by_nemo_rl(answer)
+            assert answer["mask_sample"] is True
+    # Below a threshold a rejected reply counts.
+    served = Served("reward_model", ("reward",), (1.0,), 0.5)
+    answer = GYM.answer(parsed(GYM, rollout("a")), scored([np.nan], errors={0: "no"}), served)
+    assert not is_masked_by_nemo_rl(answer)
+
+
+def test_rollout_of_an_outage_is_run_again_on_resume() -> None:
+    """Gym's rollout_collection.py puts rows with ``_ng_failure_class`` into its failures file."""
+    body = parsed(GYM, rollout("a", said("b")))
+    classes = {
+        FailureKind.unscored: "judge_failed",
+        FailureKind.busy: "transport_unreachable",
+        FailureKind.unreachable: "transport_unreachable",
+        FailureKind.bad_request: None,
+        FailureKind.too_large: None,
+    }
+    for kind, name in classes.items():
+        answer = GYM.refuse(RequestError("no", kind), body).content
+        assert answer.get("_ng_failure_class") == name, kind
+        assert name in (None, answer["failure_kind"])
+    rejected = GYM.answer(body, scored([np.nan], errors={0: "too long"}), ONE)
+    assert "_ng_failure_class" not in rejected
+    # What Gym sends again has the fields of its failure, which would make it one for ever.
+    failed = {"_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "HTTP 401"}
+    again = parsed(GYM, {**rollout("a", said("b")), **failed, "_ng_task_index": 3})
+    answer = GYM.answer(again, scored([1.5]), ONE)
+    assert not failed.keys() & answer.keys()
+    assert answer["_ng_task_index"] == 3
+
+
+def test_answer_says_that_the_policy_was_cut_off() -> None:
+    """As Gym's responses_converter.py writes it for a reply at its largest number of tokens."""
+    cut, filtered = {"reason": "max_output_tokens"}, {"reason": "content_filter"}
+    for details, is_cut in ((cut, True), (filtered, False), (None, False), ("text", False)):
+        body = rollout("a", said("b"))
+        body["response"] |= {"status": "incomplete", "incomplete_details": details}
+        request = parsed(GYM, body)
+        for answer in (
+            GYM.answer(request, scored([1.5]), ONE),
+            GYM.refuse(RequestError("no", FailureKind.busy), request).content,
+        ):
+            assert answer["reply_cut"] is is_cut, details
+            assert answer["response"] == body["response"]
+    answer = GYM.answer(
+        parsed(GYM, {**rollout("a", said("b")), "reply_cut": True}), scored([1]), ONE
+    )
+    assert answer["reply_cut"] is False
 
 
 HELPSTEER = {"help": 3.1, "correct": 2.9, "coherent": 3.3, "complex": 1.7, "verbose": 1.9}
@@ -304,12 +375,38 @@ def test_compare_refuses_a_principle_that_is_no_text_and_a_reply_without_text() 
         (comparison(said("b"), principle=["a"]), "principle: got .*wanted a string"),
         (comparison(), "response_objs: got 0, wanted at least 1"),
         (no_history, "conversation_history: got 0, wanted at least 1"),
-        (comparison(said("b"), THOUGHT), r"response_objs.1.output: got no message of the assis"),
         (comparison(image), "response_objs.0.output.1: got .*wanted a string"),
     ]
     assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
     refused = COMPARE.refuse(RequestError("row 1: why", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: why"})
+
+
+def test_compare_gives_a_reply_that_cannot_be_scored_the_reward_that_is_set_for_it() -> None:
+    """A reply that is all reasoning, or has broken arguments, costs its group nothing."""
+    broken = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
+    no_reply = "response_objs.1.output: got no message of the assistant at its end, wanted the rep"
+    arguments = "response_objs.1: messages[2].tool_calls[0].function.arguments: got '{'"
+    for reply, reason in ((THOUGHT, no_reply), (broken, arguments)):
+        body = parsed(COMPARE, comparison(said("b"), reply, said("c")))
+        request = COMPARE.read(body)
+        assert [text[-1]["content"] for text in request.texts or ()] == ["b", "c"]
+        assert [*request.refused] == [1]
+        assert request.refused[1].startswith(reason)
+        rows = scored([1.5], [np.nan], [3.0], errors=dict(request.refused))
+        served = replace(ONE, refused_reward=-5.0)
+        found = COMPARE.answer(body, rows, served)
+        COMPARE.response.model_validate(found)
+        assert found["rewards"] == [1.5, -5.0, 3.0]
+        assert found["metrics"]["mean_individual_score"] == pytest.approx(-0.5 / 3)
+        with pytest.raises(ServingError) as caught:
+            COMPARE.answer(body, rows, ONE)
+        assert str(caught.value).startswith(reason)
+    # The conversation is at fault, whatever the reply.
+    body = comparison(said("b"), THOUGHT)
+    body["conversation_history"].append(broken)
+    wrong = [(body, r"conversation_history: messages\[2\].tool_calls\[0\].function.arguments: got")]
+    assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
 
 
 def aggregated(rollouts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,22 +1,25 @@
-"""vLLM's /classify, /pooling and /score, and SGLang's /classify: bodies, answers and errors."""
+"""vLLM's /classify, /pooling and /score, and SGLang's routes: bodies, answers and errors."""
 
 from __future__ import annotations
 
+import base64
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.protocols import ScoreRequest, rerank, sglang
+from nemo_aligner.serving.protocols import ScoreRequest, StepRewards, rerank, sglang
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 CLASSIFY, POOLING, SCORE, _ = ROUTES
-(SGLANG,) = sglang.ROUTES
+SGLANG, SGLANG_CLASSIFY, EMBEDDINGS = sglang.ROUTES
 RERANK, *_ = rerank.ROUTES
 SERVED = Served("reward_model", ("helpful", "long"), (1.0, 0.5))
 
@@ -107,7 +110,13 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         for name in ("use_activation", "activation", "softmax", "normalize")
     ),
     (CLASSIFY, {"input": "a", "truncate_prompt_tokens": 5}, "tokens: got 5, .* scoring contract"),
-    (CLASSIFY, {"input": "a", "add_special_tokens": False}, "add_special_tokens: got false"),
+    (
+        CLASSIFY,
+        {"messages": TOOLS, "add_special_tokens": True},
+        "tokens: got true, wanted null or f",
+    ),
+    (SCORE, {"text_1": "a", "text_2": "b", "add_special_tokens": False}, "tokens: got false, wan"),
+    (POOLING, {"input": [1], "add_special_tokens": 2}, "tokens: got 2, wanted null or false or tr"),
     (POOLING, {"input": "a", "encoding_format": "base64"}, 'encoding_format: got "base64"'),
     (POOLING, {"input": "a", "task": "embed"}, 'task: got "embed"'),
     (CLASSIFY, {"input": "a", "task": "token_classify"}, 'task: got "token_classify"'),
@@ -125,6 +134,7 @@ TAKEN: list[dict[str, Any]] = [
     {"priority": 0},
     {"encoding_format": "float"},
     {"task": "classify"},
+    {"task": "score"},
     {"unknown": 1},
 ]
 
@@ -133,6 +143,18 @@ def test_vllm_field_is_refused_where_it_asks_for_another_score() -> None:
     assert not not_refused(read, REFUSED)
     for field in TAKEN:
         assert read(POOLING, {"input": "a", **field}).texts == ["a"], field
+
+
+def test_vllm_flag_for_special_tokens_does_not_matter_for_token_ids() -> None:
+    """A client that renders and tokenizes by itself sends false; vLLM does not read it then."""
+    for route in (CLASSIFY, POOLING, SGLANG_CLASSIFY, EMBEDDINGS):
+        for flag in (True, False, None):
+            for given in ([1, 2], [[1, 2], [3]]):
+                request = read(route, {"input": given, "add_special_tokens": flag})
+                assert request.num_rows == (1 if given == [1, 2] else 2)
+            # A server rejects a text only if it would add BOS or EOS to it.
+            request = read(route, {"input": "a", "add_special_tokens": flag})
+            assert request.adds_special_tokens is (flag is not False)
 
 
 def test_vllm_classify_has_the_rewards_as_probs() -> None:
@@ -154,6 +176,26 @@ def test_vllm_pooling_and_score_have_their_own_rows() -> None:
         {"index": 0, "object": "score", "score": 2.5},
         {"index": 1, "object": "score", "score": -2.0},
     ]
+
+
+def test_vllm_pooling_has_the_steps_of_a_model_that_scores_them() -> None:
+    """vLLM's default task of such a model is token_classify; others answer the sample's rewards."""
+    values = [np.array([[0.5, 1.0], [1.5, 2.0]], np.float32), np.array([[-0.5, -3.0]], np.float32)]
+    steps = np.empty(2, dtype=object)
+    steps[:] = [StepRewards(rows, ()) for rows in values]
+    rows = replace(scored([1.5, 2.0], [-0.5, -3.0]), steps=steps)
+    by_step, by_sample = [rows.tolist() for rows in values], [[1.5, 2.0], [-0.5, -3.0]]
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, by_step),
+        ({"task": None}, by_step),
+        ({"task": "token_classify"}, by_step),
+        ({"task": "classify"}, by_sample),
+        ({"task": "score"}, by_sample),
+    ]
+    for more, wanted in cases:
+        found = POOLING.answer(parsed(POOLING, {"input": ["a", "b"], **more}), rows, SERVED)
+        POOLING.response.model_validate(found)
+        assert [each["data"] for each in found["data"]] == wanted, more
 
 
 def test_documents_are_ranked_for_vllm_jina_and_cohere() -> None:
@@ -257,3 +299,41 @@ def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
     assert not not_refused(read, wrong)
     refused = SGLANG.refuse(RequestError("why", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"error": {"message": "why"}})
+
+
+def test_sglang_has_routes_in_openai_s_form() -> None:
+    """verl's reward loop posts model and input, and reads the last number of the embedding."""
+    for route in (SGLANG_CLASSIFY, EMBEDDINGS):
+        forms: list[tuple[Any, Any]] = [("a", ["a"]), (["a", "b"], ["a", "b"])]
+        forms += [([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])]
+        for given, rows in forms:
+            request = read(route, {"model": "any", "input": given, "user": "me", "rid": "r"})
+            assert (request.texts or request.token_lists) == rows, route.path
+    found = answer(EMBEDDINGS, model="any", input=["a", "b"])
+    assert found["data"][-1] == {"object": "embedding", "index": 1, "embedding": [-0.5, -3.0]}
+    assert (found["object"], found["model"], found["usage"]) == ("list", "reward_model", {})
+    assert answer(EMBEDDINGS, input=[[1, 2], [3]])["usage"]["total_tokens"] == 3
+    found = answer(SGLANG_CLASSIFY, model="any", input=["a", "b"])
+    assert found["data"] == answer(CLASSIFY, input=["a", "b"])["data"]
+    # OpenAI's client asks for base64, and decodes float32.
+    found = answer(EMBEDDINGS, input=["a", "b"], encoding_format="base64")
+    decoded = [base64.b64decode(each["embedding"]) for each in found["data"]]
+    assert np.frombuffer(b"".join(decoded), np.float32).tolist() == [1.5, 2.0, -0.5, -3.0]
+
+
+def test_sglang_s_routes_in_openai_s_form_refuse_what_changes_the_sample() -> None:
+    both: list[tuple[dict[str, Any], str]] = [
+        ({"input": "a", "lora_path": "x"}, 'lora_path: got "x", wanted null'),
+        ({"input": "a", "dimensions": 2}, "dimensions: got 2, wanted null"),
+        ({"input": [1], "embed_overrides": [[[0.5]]]}, "embed_overrides: got .*, wanted null"),
+        ({"input": [1], "embed_override_token_id": 1}, "token_id: got 1, wanted null"),
+        ({"input": "a", "text": "b"}, "got input and text, which are both samples"),
+        ({"input": []}, "input: got nothing"),
+        ({"input": "a", "task": "token_classify"}, "post to /pooling for rewards of steps"),
+        ({"input": "a", "encoding_format": "int8"}, 'encoding_format: got "int8", wanted'),
+    ]
+    wrong = [(route, *case) for route in (SGLANG_CLASSIFY, EMBEDDINGS) for case in both]
+    wrong += [(EMBEDDINGS, {"input": "a", "messages": [{"role": "user"}]}, "input and messages")]
+    assert not not_refused(read, wrong)
+    refused = EMBEDDINGS.refuse(RequestError("why", FailureKind.bad_request), None)
+    assert (refused.status, refused.content["error"]["message"]) == (400, "why")

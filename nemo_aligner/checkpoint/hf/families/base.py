@@ -448,6 +448,7 @@ PLAIN: Mapping[str, Any] = {
     "proj_bias": False,
     "hybrid_pattern": None,
     "gemma4": None,
+    "rope_fp32": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(

@@ -1,7 +1,7 @@
 """Cohere (Command R) and Cohere 2 (Command R7B, Command A): one norm for attention and MLP.
 
 Attention and MLP are in parallel and read the same normed input. The norms are LayerNorms without a
-bias, and RoPE rotates pairs of neighbouring channels.
+bias, and RoPE rotates pairs of neighbouring channels, whose products are computed in fp32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.rope import FP32_PRODUCTS
 from nemo_aligner.utils.errors import CheckpointError
 
 
@@ -25,6 +26,7 @@ def _to_nemo(config: Config, name: str, **family: Any) -> dict[str, Any]:
         layernorm_epsilon=HfSettings(config).number("layer_norm_eps", 1e-5),
         parallel_residual=True,
         one_norm_per_layer=True,
+        rope_fp32=FP32_PRODUCTS,
         **family,
     )
 
@@ -70,6 +72,7 @@ COHERE = ModelFamily(
         "normalization": "layernorm_without_bias",
         "parallel_residual": True,
         "one_norm_per_layer": True,
+        "rope_fp32": base.ANY,
     },
 )
 

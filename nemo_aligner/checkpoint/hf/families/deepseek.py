@@ -28,6 +28,7 @@ from nemo_aligner.models.shapes import latent_attention as latent_keys
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
+from nemo_aligner.models.shapes.rope import FP32_TABLES
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Key of a NeMo config. It is written, with the value false, if RoPE in the Hugging Face model
@@ -357,7 +358,7 @@ DEEPSEEK_V3 = ModelFamily(
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
 
 
-# DeepSeek-V2: softmax scores, which are not renormalised.
+# DeepSeek-V2: softmax scores, which are not renormalised, and RoPE is computed in fp32.
 
 
 def _v2_to_nemo(config: Config) -> dict[str, Any]:
@@ -386,6 +387,7 @@ def _v2_to_nemo(config: Config) -> dict[str, Any]:
         name="deepseek_v2",
         head_dim=64,
         **_latent_to_nemo(config, (1536, 512, 128, 64, 128)),
+        rope_fp32=FP32_TABLES,
         **experts,
     )
 
@@ -407,8 +409,10 @@ DEEPSEEK_V2 = ModelFamily(
     name="deepseek_v2",
     to_nemo=_v2_to_nemo,
     to_hf=_v2_to_hf,
-    layer=_layer(tuple(rule for rule in BIASED_EXPERTS if rule.dtype is None)),
-    made_of={**_MADE_OF, "experts": _are_of_v2},
+    layer=_layer(
+        tuple(rule for rule in BIASED_EXPERTS if rule.megatron != "mlp.router.expert_bias")
+    ),
+    made_of={**_MADE_OF, "experts": _are_of_v2, "rope_fp32": base.ANY},
 )
 
 

@@ -1,6 +1,7 @@
 """ERNIE 4.5 with experts, which the router chooses by softmax scores plus a bias.
 
-Some layers are dense. RoPE rotates pairs of neighbouring channels. Shared experts have no gate.
+Some layers are dense. RoPE rotates pairs of neighbouring channels, in fp32. Shared experts have no
+gate.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes import experts as expert_keys
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
+from nemo_aligner.models.shapes.rope import FP32_TABLES, ROPE_FP32
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
     reader.only("use_bias", False, None)
     reader.only("moe_norm_min", 1e-12, None)
-    layers, experts = reader.layers(), reader.count("moe_num_experts", 64)
+    # transformers' class also takes the usual names of two keys.
+    experts = reader.count("num_experts", reader.count("moe_num_experts", 64))
+    top_k = reader.count("num_experts_per_tok", reader.count("moe_k", 6), limit=experts)
+    layers = reader.layers()
     width = reader.count("moe_intermediate_size", 1536)
     shared = reader.count("moe_num_shared_experts", 2, least=0)
     first = reader.count("moe_layer_start_index", 1, least=0)
@@ -33,12 +38,13 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     marks = _mark_layers(layers, first, last, reader.count("moe_layer_interval", 1))
     nemo: dict[str, Any] = {
         expert_keys.EXPERT_COUNT: experts,
-        expert_keys.EXPERT_TOP_K: reader.count("moe_k", 6, limit=experts),
+        expert_keys.EXPERT_TOP_K: top_k,
         expert_keys.EXPERT_WIDTH: width,
         expert_keys.PRE_SOFTMAX: False,
         expert_keys.EXPERT_BIAS: True,
         **({expert_keys.SHARED_WIDTH: shared * width} if shared else {}),
         **({} if all(marks) else {expert_keys.EXPERT_FREQUENCY: list(marks)}),
+        ROPE_FP32: FP32_TABLES,
     }
     return settings.decoder_to_nemo(config, epsilon=1e-5, base=500000.0, tied=True, **nemo)
 
@@ -115,6 +121,7 @@ ERNIE4_5_MOE = ModelFamily(
     ),
     made_of={
         "experts": _have_its_router,
+        "rope_fp32": base.ANY,
         "moe_layer_freq": lambda marks: marks is None or _find_layers(marks) is not None,
     },
     dropped="model.mtp_",

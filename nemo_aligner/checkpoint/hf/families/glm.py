@@ -13,6 +13,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
+from nemo_aligner.models.shapes.rope import FP32_TABLES
 
 # GLM-4: RoPE rotates half of a head's channels, and the gate and up projections are one tensor.
 
@@ -76,13 +77,19 @@ HELIUM = ModelFamily(
 )
 
 
-# ERNIE 4.5, the dense models: like Helium, with other defaults.
+# ERNIE 4.5, the dense models: like Helium, with other defaults, and RoPE is computed in fp32.
 
 
 def _ernie_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("use_bias", False, None)
     return settings.decoder_to_nemo(
-        config, name="ernie4_5", epsilon=1e-5, base=500000.0, head_dim=128, tied=True
+        config,
+        name="ernie4_5",
+        epsilon=1e-5,
+        base=500000.0,
+        head_dim=128,
+        tied=True,
+        rope_fp32=FP32_TABLES,
     )
 
 
@@ -91,6 +98,7 @@ ERNIE4_5 = ModelFamily(
     to_nemo=_ernie_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="ernie4_5", use_bias=False),
     layer=HELIUM.layer,
+    made_of={"rope_fp32": base.ANY},
     # llama.cpp also rotates neighbouring channels for this architecture, so no rows are reordered.
     gguf=GgufFormat("ernie4_5"),
 )

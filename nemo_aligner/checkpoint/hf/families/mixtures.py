@@ -234,10 +234,16 @@ MIXTRAL = ModelFamily(
 _SHARED = "shared_expert_intermediate_size"
 
 
+def _alternates(layer: int, max_window_layers: int) -> bool:
+    """Tell if a layer, from 0, has the window by default: every second one below the limit."""
+    return layer % 2 == 0 and layer < max_window_layers
+
+
 def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
     reader = HfSettings(config)
     return qwen_to_nemo(
         config,
+        _alternates,
         qkv_bias=reader.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
         **expert_layers_to_nemo(config),
@@ -436,8 +442,9 @@ def biased_experts_to_hf(config: Config) -> dict[str, Any]:
 _biased_shared = (f"mlp.shared_experts.{name}.weight" for name in _QWEN_PROJECTIONS.values())
 # Rules of the router, the experts and the shared expert of such a layer.
 BIASED_EXPERTS = (
-    Rule("mlp.router.weight", ("mlp.gate.weight",)),
-    # The choice of experts depends on small differences of the biases, so they stay fp32.
+    # The choice of experts depends on small differences of scores and biases, so transformers'
+    # classes keep both tensors in fp32.
+    Rule("mlp.router.weight", ("mlp.gate.weight",), dtype=torch.float32),
     Rule("mlp.router.expert_bias", (_CORRECTION_BIAS,), dtype=torch.float32),
     *base.experts_rules(
         "experts",

@@ -49,6 +49,15 @@ _ONLY = (
     ("moe_latent_size", None),
     ("n_shared_experts", 1),
 )
+# Other names of keys, which transformers prefers if a config has both.
+_ALIASES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
+    "layer_types": "layers_block_type",
+}
 # transformers' defaults for the sizes of Mamba-2, with their keys in ``config.json`` and NeMo's.
 _SIZES = (
     (mamba_keys.MAMBA_HEADS, "mamba_num_heads", 128),
@@ -101,7 +110,14 @@ def _check_time_step(config: Config) -> None:
         )
 
 
+def _without_aliases(config: Config) -> dict[str, Any]:
+    """Return the config with the values of ``_ALIASES`` under the usual keys."""
+    usual = {key: config[alias] for alias, key in _ALIASES.items() if config.get(alias) is not None}
+    return {**config, **usual}
+
+
 def _to_nemo(config: Config) -> dict[str, Any]:
+    config = _without_aliases(config)
     reader, pattern = HfSettings(config), _read_pattern(config)
     for key, *values in _ONLY:
         reader.only(key, *values)
@@ -247,8 +263,9 @@ def _mlp_rules(kind: str, owner: str) -> tuple[Rule, ...]:
 
 _EXPERTS = (
     norm_rule(base.EXPERTS_NORM, "norm.weight"),
-    Rule("mlp.router.weight", ("mixer.gate.weight",)),
-    # The choice of experts depends on small differences of the biases, so they stay fp32.
+    # The choice of experts depends on small differences of scores and biases, so transformers'
+    # class keeps both tensors in fp32.
+    Rule("mlp.router.weight", ("mixer.gate.weight",), dtype=torch.float32),
     Rule("mlp.router.expert_bias", ("mixer.gate.e_score_correction_bias",), dtype=torch.float32),
     *_mlp_rules("experts", f"experts.{base.EXPERT}."),
     *_mlp_rules("shared_experts", "shared_experts."),

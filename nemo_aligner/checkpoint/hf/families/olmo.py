@@ -11,6 +11,7 @@ from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.rope import FP32_TABLES
 from nemo_aligner.utils.errors import CheckpointError
 
 _POST_NORMS: dict[str, Any] = {
@@ -40,12 +41,12 @@ def _post_norms_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     return settings.decoder_to_nemo(config, epsilon=1e-5, **_POST_NORMS, **family)
 
 
-# OLMo 2: each norm of queries and keys is over all heads together.
+# OLMo 2: each norm of queries and keys is over all heads together, and RoPE is computed in fp32.
 
 
 def _olmo2_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("clip_qkv", None)
-    return _post_norms_to_nemo(config, qk_layernorm_across_heads=True)
+    return _post_norms_to_nemo(config, qk_layernorm_across_heads=True, rope_fp32=FP32_TABLES)
 
 
 OLMO2 = ModelFamily(
@@ -53,7 +54,7 @@ OLMO2 = ModelFamily(
     to_nemo=_olmo2_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="olmo2", attention_bias=False),
     layer=(*_BLOCKS, *base.ACROSS_HEADS_NORMS),
-    made_of={**_POST_NORMS, "qk_layernorm_across_heads": True},
+    made_of={**_POST_NORMS, "qk_layernorm_across_heads": True, "rope_fp32": base.ANY},
     gguf=GgufFormat("olmo2", layer=_GGUF_NAMES),
 )
 
@@ -75,6 +76,7 @@ def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
         without_rope,
         **settings.rope_to_nemo({**without_rope, "rope_parameters": full_rope}, None, _BASE),
         qk_layernorm_across_heads=True,
+        rope_fp32=FP32_TABLES,
         rotary_base_local=local["rotary_base"] if window else None,
         **window,
     )

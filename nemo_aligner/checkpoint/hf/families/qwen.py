@@ -21,12 +21,20 @@ Widths = Callable[[Config], tuple[tuple[int, ...], ...]]
 # Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
 
 
-def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
+def has_window_from(layer: int, max_window_layers: int) -> bool:
+    """Tell if a layer, numbered from 0, has the window of a Qwen2 without ``layer_types``."""
+    return layer >= max_window_layers
+
+
+def qwen_to_nemo(
+    config: Config, has_window: Callable[[int, int], bool] = has_window_from, **family: Any
+) -> dict[str, Any]:
     """Translate the config of a Qwen model to a NeMo config.
 
-    If the config enables a sliding window but has no ``layer_types``, the layers from
-    ``max_window_layers`` on have the window. ``family`` holds further arguments of
-    ``decoder_to_nemo``.
+    Args:
+        has_window: tells from a layer's number, from 0, and ``max_window_layers`` whether the layer
+            has the window, for a config that enables the window but has no ``layer_types``.
+        family: further arguments of ``decoder_to_nemo``.
     """
     reader = HfSettings(config)
     layers, size = reader.layers(), None
@@ -34,8 +42,9 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     if reader.flag("use_sliding_window", False):
         size = reader.window()
     if size is not None:
-        without = reader.count("max_window_layers", 28, least=0)
-        kinds = [settings.FULL if layer < without else settings.SLIDING for layer in range(layers)]
+        limit = reader.count("max_window_layers", 28, least=0)
+        windows = [has_window(layer, limit) for layer in range(layers)]
+        kinds = [settings.SLIDING if window else settings.FULL for window in windows]
     return settings.decoder_to_nemo(
         config, **family, **settings.window_to_nemo(config, size, kinds)
     )

@@ -56,12 +56,7 @@ def decoder_to_nemo(
         family: settings of this family, which are added to the result.
     """
     reader = HfSettings(config)
-    if act:
-        reader.only("hidden_act", *act)
-    if attention_bias is None:
-        reader.only("attention_bias", False, None)
-    for key, *values in _ONLY:
-        reader.only(key, *values)
+    _check_supported(reader, act, has_biases=attention_bias is not None)
     heads, hidden = reader.count("num_attention_heads"), reader.count("hidden_size")
     nemo = {
         "num_layers": reader.layers(),
@@ -69,7 +64,7 @@ def decoder_to_nemo(
         "ffn_hidden_size": reader.count("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": reader.count("num_key_value_heads", heads),
-        "kv_channels": reader.count("head_dim", head_dim or hidden // heads),
+        "kv_channels": _read_head_dim(reader, head_dim, hidden // heads),
         "encoder_seq_length": reader.count("max_position_embeddings"),
         "max_position_embeddings": reader.count("max_position_embeddings"),
         "normalization": "rmsnorm",
@@ -86,6 +81,25 @@ def decoder_to_nemo(
     }
     ModelShape.from_config(nemo)  # raises for impossible settings
     return nemo if name is None else {**nemo, NAME_KEY: name}
+
+
+def _check_supported(reader: HfSettings, act: tuple[str, ...], has_biases: bool) -> None:
+    """Raise CheckpointError for settings that no family supports, or not one with these values."""
+    if act:
+        reader.only("hidden_act", *act)
+    if not has_biases:
+        reader.only("attention_bias", False, None)
+    for key, *values in _ONLY:
+        reader.only(key, *values)
+
+
+def _read_head_dim(reader: HfSettings, default: int | None, equal_share: int) -> int:
+    """Read ``head_dim``, for which null means that the heads share the hidden size.
+
+    So it does in transformers' classes, also in those with another default for a missing key.
+    """
+    is_null = reader.config.get("head_dim", default) is None
+    return equal_share if is_null else reader.count("head_dim", default)
 
 
 def decoder_to_hf(

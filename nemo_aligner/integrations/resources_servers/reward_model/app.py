@@ -36,6 +36,9 @@ from resources_servers.reward_model.servers import (
 REFUSED = "reward_model:refused_text"
 # Prefix of the fields of an answer with the raw attributes.
 _ATTRIBUTE = "attribute/"
+# Beginnings of the kinds of failures that Gym should try again. It takes a rollout without
+# ``_ng_failure_class`` for done (``nemo_gym/rollout_collection.py``).
+_RETRIED = ("transport_", "provider_unavailable", "judge_failed")
 # Options that need ``model_path``. A server that runs already (``server_url``) has its own settings
 # for the same things.
 _WITH_MODEL_PATH = (
@@ -143,10 +146,12 @@ class RewardModelRunRequest(BaseRunRequest):
 
     If it has ``reward_threshold``, the reward is 1 from this threshold on, else 0. ``principle`` is
     the one by which the response is rewarded, for a model that was trained with principles.
+    ``instance_config`` is passed on.
     """
 
     reward_threshold: float | None = None
     principle: str | None = None
+    instance_config: Any = None
 
 
 class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
@@ -162,10 +167,14 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
         reward_components: what each attribute adds to ``reward``, by which NeMo RL's GDPO
             normalizes each attribute; empty if the reward is no sum of attributes.
         truncated: True if the sample was truncated to the model's maximum length.
+        reply_cut: True if the policy stopped at its largest number of tokens; None if no server
+            has answered.
         contract_hash: hash of the model's scoring contract.
         model_fingerprint: fingerprint of the model's weights.
 
     The raw attributes are further fields, ``attribute/NAME``, of which Gym computes statistics.
+    ``instance_config`` has ``mask_sample`` again, because NeMo RL reads it there. A failure that
+    may be over at another time has ``_ng_failure_class``: Gym runs such a rollout again on resume.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -174,6 +183,7 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
     raw_reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
+    reply_cut: bool | None = None
     contract_hash: str | None = None
     model_fingerprint: str | None = None
 
@@ -203,9 +213,11 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         rollout = body.model_dump(
             include={"responses_create_params", "response", "principle"}, exclude_none=True
         )
+        reply_cut = None
         try:
             answer = await (await self._find_servers()).verify(rollout)
             kind, reason = answer["failure_kind"], answer["failure_reason"]
+            reply_cut = answer.get("reply_cut")
             if kind is None:
                 return self._build_response(body, answer)
         except NoRewardError as error:
@@ -213,10 +225,12 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         reward = None
         if kind == REFUSED:  # the model rejects the reply, which counts as below any threshold
             reward = self.config.refused_reward if body.reward_threshold is None else 0.0
+        failure_class = {"_ng_failure_class": kind} if kind.startswith(_RETRIED) else {}
         return RewardModelVerifyResponse(
-            **body.model_dump(),
+            **_echo_fields(body, is_masked=reward is None),
+            **failure_class,
             reward=reward or 0.0,
-            mask_sample=reward is None,
+            reply_cut=reply_cut,
             failure_kind=kind,
             failure_reason=reason,
         )
@@ -258,14 +272,25 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         reward = answer["raw_reward"] if attribute is None else attributes[attribute]
         is_sum = attribute is None and threshold is None
         return RewardModelVerifyResponse(
-            **(body.model_dump() | fields),
+            **_echo_fields(body, is_masked=False),
+            **fields,
             reward=reward if threshold is None else float(reward >= threshold),
             raw_reward=reward,
             reward_components=answer["reward_components"] if is_sum else {},
             truncated=answer["truncated"],
+            reply_cut=answer.get("reply_cut"),
             contract_hash=answer["contract_hash"],
             model_fingerprint=answer.get("model_fingerprint"),
         )
+
+
+def _echo_fields(body: RewardModelVerifyRequest, is_masked: bool) -> dict[str, Any]:
+    """Return the fields of a request, and the two flags that exclude a masked sample."""
+    config = body.instance_config if isinstance(body.instance_config, dict) else {}
+    return body.model_dump() | {
+        "mask_sample": is_masked,
+        "instance_config": {**config, "mask_sample": is_masked},
+    }
 
 
 def _read_token(variable: str | None) -> str | None:

@@ -190,6 +190,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern: got 'MX', wanted"),
     ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit: got \[0.0, 0.1\], which"),
+    ("nemotron_h", {"mamba_dt_limit": [0.0, 0.1]}, r"time_step_limit: got \[0.0, 0.1\], which"),
     ("nemotron_h", {"use_bias": True}, "use_bias: got True, which is not supported"),
     ("nemotron_h", {"mamba_num_heads": 5}, "mamba_num_heads: got 5, .* multiple of the 8 groups"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, ["llama"], 7)),
@@ -277,6 +278,54 @@ def test_family_layers_may_alternate_where_they_are_named() -> None:
     config = {**SIZES, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
     shape = ModelShape.from_config(find_family("qwen3").to_nemo(config))
     assert [shape.window_of(layer) for layer in (1, 2, 3, 4)] == [WINDOW, None, WINDOW, None]
+
+
+def test_family_layers_have_the_windows_of_transformers_where_none_are_named() -> None:
+    for name in ("qwen2", "qwen3", "qwen2_moe"):
+        for limit in (0, 3, 28):
+            window = {"sliding_window": WINDOW, "max_window_layers": limit}
+            given = {**SIZES, "use_sliding_window": True, **window}
+            full = AutoConfig.for_model(name, **given).to_dict()
+            shapes = [
+                ModelShape.from_config(find_family(name).to_nemo(config))
+                for config in (given, full)
+            ]
+            assert shapes[0] == shapes[1], (name, limit)
+    windows = [shapes[0].window_of(layer) for layer in (1, 2, 3, 4)]
+    assert windows == [WINDOW, None, WINDOW, None]
+
+
+def test_family_takes_a_null_size_of_heads_and_other_names_as_transformers_does() -> None:
+    for name, given in (
+        ("seed_oss", {"head_dim": None}),
+        ("ernie4_5", {"head_dim": None}),
+        ("ernie4_5_moe", {"num_experts": 8, "num_experts_per_tok": 3}),
+        ("ernie4_5_moe", {"num_experts_per_tok": 3, "moe_k": 2}),
+    ):
+        full = AutoConfig.for_model(name, **SIZES, **given).to_dict()
+        to_nemo = find_family(name).to_nemo
+        assert to_nemo({**SIZES, **given}) == to_nemo(full) != to_nemo(SIZES), name
+
+
+def test_family_nemotron_h_prefers_the_other_names_of_its_keys() -> None:
+    """As transformers' class does, also where a config has both names."""
+    usual = {"n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "time_step_min": 0.001}
+    others = {
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_dt_min": 0.01,
+        "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+    }
+    family = find_family("nemotron_h")
+    for given in ({**SIZES, **others}, {**SIZES, **usual, **others}):
+        full = AutoConfig.for_model("nemotron_h", **given).to_dict()
+        actual = family.to_nemo(given)
+        assert actual == family.to_nemo(full)
+        assert actual["hybrid_override_pattern"] == "M*-M"
+        shape = ModelShape.from_config(actual).linear_attention
+        assert shape.num_key_heads == 2
+        assert (shape.conv_kernel, shape.conv_bias, shape.least_step) == (3, False, 0.01)
 
 
 def test_family_rules_come_apart_as_they_were_put_together() -> None:

@@ -158,8 +158,6 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero: bool
 
 
 class RMSNorm(torch.nn.Module):
-    bias = None
-
     def __init__(
         self,
         normalized_shape: Any = None,
@@ -176,6 +174,7 @@ class RMSNorm(torch.nn.Module):
         kind = {"device": device, "dtype": params_dtype or dtype}
         self.weight = torch.nn.Parameter(torch.empty(hidden_size or normalized_shape, **kind))
         self.weight.sequence_parallel = bool(sequence_parallel)
+        self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return _norm(x, self.weight, self.bias, self.eps, self.zero)
