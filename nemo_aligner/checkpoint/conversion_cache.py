@@ -27,7 +27,7 @@ from nemo_aligner.utils.errors import CheckpointError, one_line
 from nemo_aligner.utils.processes import environment_of_one_process, verb_command
 
 # Raise this number if a conversion writes other archives than before.
-CONVERSION_VERSION = 2
+CONVERSION_VERSION = 3
 # Files in subfolders are not downloaded, because some repositories use them for other formats;
 # exceptions are the heads in this package's exports (score*). Mistral's second copy of its weights
 # (consolidated*) is not downloaded, either.

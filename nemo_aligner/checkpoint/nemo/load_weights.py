@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import (
@@ -28,7 +29,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
 from nemo_aligner.checkpoint.weights.store import StoredTensors
-from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.collectives import agree_on, current_device
 from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.quantized_layers import quantized_layers
 from nemo_aligner.models.reward_model import GPTRewardModel
@@ -38,6 +39,8 @@ from nemo_aligner.models.shapes.lora import LORA_A, LORA_B, is_of_adapter, read_
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
 _MAX_VOCAB_DIVISOR = 2**16
+# Stored tensors that ``load_backbone`` does not load.
+_LOADED_ELSEWHERE = (OUTPUT_LAYER, HEAD_PREFIX)
 
 
 def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
@@ -139,8 +142,13 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
 
     ``model`` must have the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters,
     the model's adapters are not changed.
+
+    Raises:
+        CheckpointError: on every rank, if a stored tensor has no place in the model, or if
+            ``TensorStore.load`` raises it.
     """
     request = _request_weights(model, folder)
+    _check_all_requested(request, folder)
     has_lora = read_lora(folder.config) is not None
     head_prefix = folder.prefix + HEAD_PREFIX
     # The head is loaded separately: it is fp32, and a base model has none.
@@ -174,6 +182,30 @@ def _request_weights(model: GPTRewardModel, folder: NemoFolder) -> dict[str, Any
     return model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
+
+
+def _check_all_requested(request: Mapping[str, Any], folder: NemoFolder) -> None:
+    """Raise CheckpointError on every rank for a stored tensor that no rank requests; collective.
+
+    ``model_shape`` has checked that the settings imply all stored tensors. A model that is built
+    without one, such as a bias, would give other rewards. The output layer is not used, and the
+    head is loaded separately.
+    """
+    requested = set[str]()
+    for entry in request.values():
+        # A factory stands for a tensor that is stored in several parts.
+        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        requested |= {part.key for part in nested_values(parts)}
+    names = sorted(name for name in folder.tensors if not name.startswith(_LOADED_ELSEWHERE))
+    flags = [folder.prefix + name in requested for name in names]
+    found = agree_on(flags, current_device())
+    unused = [name for name, is_found in zip(names, found, strict=True) if not is_found]
+    if unused:
+        raise CheckpointError(
+            f"{folder.source}: {folder.prefix}{unused[0]}: the model has no place for it, nor for "
+            f"{len(unused) - 1} other stored tensors, so its rewards would be wrong. This is a "
+            "fault of nemo-aligner: please report it"
+        )
 
 
 def _load_all_but(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,11 @@ from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo import reward_model
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, unpack
 from nemo_aligner.checkpoint.nemo.checksums import CHECKSUMS_NAME
-from nemo_aligner.checkpoint.nemo.load_weights import lazy_decoder
+from nemo_aligner.checkpoint.nemo.load_weights import (
+    lazy_decoder,
+    load_backbone,
+    model_shape,
+)
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
@@ -30,8 +35,10 @@ from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge, nemo1, nemo2, zarr_folder
 from tests.checkpoint.loading import (
@@ -46,7 +53,7 @@ from tests.checkpoint.loading import (
 from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.resave import LAYOUTS
 from tests.checkpoint.weights.tensors import sharded
-from tests.harness import tiny
+from tests.harness import families, tiny
 from tests.harness.contracts import Contracts
 
 LORA = LoraShape(3, 6.0, LORA_TARGETS)
@@ -326,3 +333,16 @@ def test_lora_settings_that_do_not_fit_the_matrices_are_refused(
     base = unpack(with_lora.with_name("base.nemo"), lambda name: name.name != CHECKSUMS_NAME)
     edit(base, lora=LORA.to_config())
     refuse(base, layout, r"linear_in\.weight: got 0 layers of shape")
+
+
+def test_stored_tensor_that_the_model_has_no_place_for_is_named(
+    layout: Any, tmp_path: Path
+) -> None:
+    """A model that was built without a bias, say, would give other rewards than the archive's."""
+    families.write_base_nemo(tmp_path / "base.nemo", "gpt_oss")
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        shape = replace(model_shape(folder), proj_bias=False)
+        model = build_reward_model(shape, layout, num_attributes=1, precision=Precision.fp32)
+        name = r"model\.decoder\.layers\.self_attention\.linear_proj\.bias"
+        with pytest.raises(CheckpointError, match=f"{name}: the model has no place for it, nor"):
+            load_backbone(model, folder)
