@@ -119,7 +119,7 @@ class NemoFolder:
         for key in _VOCABULARY_KEYS:
             if self._settings.get(key) is not None:
                 return self._settings[key], f"by {key}"
-        return self._load_whole_tokenizer().vocab_size, "by its tokenizer"
+        return self._whole_tokenizer.vocab_size, "by its tokenizer"
 
     @property
     def vocab_size_source(self) -> str:
@@ -180,12 +180,13 @@ class NemoFolder:
 
     @cached_property
     def _fitting_tokenizer(self) -> tuple[Tokenizer, list[str]]:
-        tokenizer = self._load_whole_tokenizer()
+        tokenizer = self._whole_tokenizer
         if self.contract is not None:
             return tokenizer, []
         return without_surplus_tokens(tokenizer, count_of_config(self.config, "vocab_size"))
 
-    def _load_whole_tokenizer(self) -> Tokenizer:
+    @cached_property
+    def _whole_tokenizer(self) -> Tokenizer:
         path = self.tokenizer
         # Errors name the checkpoint, because the tokenizer's folder may be a temporary one.
         load = load_hf_tokenizer if self.contract is None else load_tokenizer

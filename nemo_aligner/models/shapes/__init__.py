@@ -8,5 +8,4 @@
 - ``rope.py``, ``experts.py``, ``linear_attention.py`` and ``latent_attention.py`` read these parts
   of a layer.
 - ``head.py`` has the reward head, and ``lora.py`` the adapters.
-- ``added_fields.py`` lists fields that checkpoints of earlier versions lack.
 """

@@ -11,8 +11,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
-from nemo_aligner.models.shapes.added_fields import ADDED_EXPERT_FIELDS, ADDED_FIELDS
-from nemo_aligner.models.shapes.experts import QUICK_GEGLU, ExpertShape
+from nemo_aligner.models.shapes.experts import ADDED_EXPERT_FIELDS, QUICK_GEGLU, ExpertShape
 from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape, read_gemma4
 from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
@@ -44,6 +43,25 @@ from nemo_aligner.models.shapes.rope import (
     read_yarn,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
+
+# Fields of ``ModelShape`` that older checkpoints lack, with the values that their models have.
+_ADDED_FIELDS = {
+    "qk_layernorm_across_heads": False,
+    "pre_layernorms": True,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_output_gate": False,
+    "qk_norm_after_rope": False,
+    "linear_bias": False,
+    "parallel_residual": False,
+    "one_norm_per_layer": False,
+    "attention_sinks": False,
+    "proj_bias": False,
+    "has_mixer": True,
+    "has_mlp": True,
+    "gemma4": None,
+    "rope_fp32": None,
+}
 
 
 @dataclass(frozen=True)
@@ -192,7 +210,7 @@ class ModelShape:
                 for name, value in fields["experts"].items()
                 if name not in ADDED_EXPERT_FIELDS or value != ADDED_EXPERT_FIELDS[name]
             }
-        return {name: value for name, value in fields.items() if value != ADDED_FIELDS.get(name)}
+        return {name: value for name, value in fields.items() if value != _ADDED_FIELDS.get(name)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -36,6 +36,20 @@ EXPERT_LINEAR_BIAS, ROUTER_BIAS = "moe_expert_bias", "moe_router_bias"
 BRANCH_NORMS = "moe_branch_norms"
 
 
+# Fields of ``ExpertShape`` that older checkpoints lack, with the values that their models have.
+ADDED_EXPERT_FIELDS = {
+    "score_function": "softmax",
+    "expert_bias": False,
+    "num_groups": 1,
+    "group_topk": 1,
+    "scaling_factor": 1.0,
+    "has_biases": False,
+    "router_bias": False,
+    "clamp_value": None,
+    "branch_norms": False,
+}
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """The experts of a mixture-of-experts layer (Shazeer et al. 2017, arXiv:1701.06538).
