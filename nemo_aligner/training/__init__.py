@@ -16,9 +16,10 @@ A training run uses the files in this order:
   the records that caused a NaN, and ``heldout.py`` writes the rewards of the last validation.
 - ``optimizer.py`` clips gradients, scales the loss and sets the learning rate. ``adamw.py`` updates
   the weights. ``optimizer_state.py`` shards, saves and loads Adam's moments.
-- ``loggers.py`` sends metrics to files, services and the terminal; ``tracking.py`` opens W&B and
-  MLflow and writes ``metrics.jsonl``. ``side_outputs.py`` has the rule by which the errors of all
-  these, except ``metrics.jsonl``, do not end a run.
+- ``loggers.py`` sends metrics to ``metric_files.py`` (``metrics.jsonl``, CSV, TensorBoard) and
+  ``tracking.py`` (W&B, MLflow). ``progress.py`` writes the lines in the terminal, and ``gauges.py``
+  measures GPU and time. ``side_outputs.py`` has the rule by which the errors of all these, except
+  ``metrics.jsonl``, do not end a run.
 
 ``critic.py`` trains the PPO critic of ``nemo-aligner serve-critic``. It uses some of these files,
 but not the loop of ``trainer.py``, because an RL trainer sends it each batch.

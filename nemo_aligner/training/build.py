@@ -21,8 +21,8 @@ from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.training_wrap import freeze_lower_layers, set_routers, wrap_for_training
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
+from nemo_aligner.training.gauges import known_peak
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
-from nemo_aligner.training.loggers import known_peak
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import say, show_bytes

@@ -1,16 +1,16 @@
-"""Log metrics to Weights & Biases, to MLflow, and to ``metrics.jsonl`` in the folder of a run.
+"""Log metrics to Weights & Biases and MLflow, by Lightning's loggers.
 
 W&B and MLflow give each run an id. ``tracking.json`` in the run's folder keeps these ids, so that a
 resumed training run continues the same run at each service. A resumed run repeats the steps after
 its checkpoint. The services cannot delete the old values of these steps, so these steps appear
-twice there. ``metrics.jsonl`` has each step once.
+twice there. The files in the run's folder have each step once (``metric_files.py``).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,7 @@ from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
-from nemo_aligner.utils.finite import finite_or_none
-from nemo_aligner.utils.writing import write_lines, write_problem
+from nemo_aligner.utils.writing import write_lines
 
 Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tuple[Any, str]]
 """A function that opens Lightning's logger of a service.
@@ -179,88 +178,3 @@ def _read_ids(path: Path) -> dict[str, str]:
             f"{path}: the file does not have the id of the run at each service "
             f"({type(error).__name__}: {error}). Delete the file to start a new run at each service"
         ) from error
-
-
-# The code below writes and reads ``metrics.jsonl`` in the folder of a run, which has a JSON object
-# per line.
-
-
-class MetricsFile:
-    """Appends lines to a run's ``metrics.jsonl``; ``log`` returns when the line is in the file.
-
-    Opening it deletes the lines of steps after ``start_step``, which a resumed run computes again.
-    If ``start_step`` is 0, it deletes all lines.
-
-    Raises:
-        ConfigError: when it is opened, if the file cannot be written.
-    """
-
-    def __init__(self, path: Path, start_step: int) -> None:
-        _cut_after(path, start_step)
-        self._path, self._lines = path, path.open("a", encoding="utf-8")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a line with ``step`` and the metrics. NaN and infinity, unknown to JSON, are null.
-
-        Raises:
-            CheckpointError: the line cannot be written.
-        """
-        numbers = {name: float(value) for name, value in metrics.items()}
-        row = {"step": step, **finite_or_none(numbers)}
-        try:
-            self._lines.write(json.dumps(row, allow_nan=False) + "\n")
-            self._lines.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: the metrics of step {step} cannot be written: "
-                f"{write_problem(self._path, error)}"
-            ) from error
-
-    def close(self) -> None:
-        """Close the file; the object cannot be used afterwards.
-
-        Raises:
-            CheckpointError: lines that ``log`` could not write still cannot be written.
-        """
-        try:
-            self._lines.close()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: the last metrics cannot be written: "
-                f"{write_problem(self._path, error)}"
-            ) from error
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the lines of a metrics file in order, without a last line that was cut off.
-
-    A step may have several lines: training, validation and saving each write one.
-    """
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            row = _parse_row(line)
-            if row is not None:
-                yield row
-
-
-def _parse_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics; None if it is damaged, e.g. cut off when a run was killed."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _cut_after(path: Path, last_step: int) -> None:
-    """Delete the lines of steps after ``last_step`` from the file.
-
-    If ``last_step`` is 0, all lines are deleted.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
-    write_lines(path, map(json.dumps, rows), RUN_FOLDER)

@@ -28,15 +28,9 @@ from nemo_aligner.distributed.collectives import (
 )
 from nemo_aligner.metrics.table import Shown, all_metrics
 from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
+from nemo_aligner.training.gauges import Gauges, Timers, describe_gpu_memory
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.loggers import (
-    Gauges,
-    StepProgress,
-    Timers,
-    describe_gpu_memory,
-    render_best,
-    render_validation,
-)
+from nemo_aligner.training.progress import StepProgress, render_best, render_validation
 from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError, TrainingError, one_line

@@ -17,16 +17,10 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import ExpManagerConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training import loggers
-from nemo_aligner.training.loggers import (
-    Gauges,
-    MetricLoggers,
-    StepProgress,
-    build_loggers,
-    check_loggers,
-    render_best,
-    render_validation,
-)
-from nemo_aligner.training.tracking import MetricsFile, read_metrics
+from nemo_aligner.training.gauges import Gauges
+from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
+from nemo_aligner.training.metric_files import MetricsFile, read_metrics
+from nemo_aligner.training.progress import StepProgress, render_best, render_validation
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 
@@ -148,7 +142,7 @@ def test_services_are_closed_if_another_logger_cannot_be_opened(
     service = Mock()
     monkeypatch.setattr(loggers, "build_tracked_loggers", lambda *arguments: {"wandb": service})
     failing = Mock(side_effect=OSError("the disk is full"))
-    monkeypatch.setattr(loggers, "_csv_logger", failing)
+    monkeypatch.setattr(loggers, "CsvFile", failing)
     config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
     with pytest.raises(OSError, match="the disk is full"):
         build_loggers(config, {}, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.config.training import TrainerConfig, parse_max_time
 from nemo_aligner.training import signals as stop_module
-from nemo_aligner.training.loggers import Timers
+from nemo_aligner.training.gauges import Timers
 from nemo_aligner.training.signals import Phase, SignalHandler, StopReason
 from nemo_aligner.utils.errors import ConfigError
 

@@ -15,7 +15,7 @@ import pytest
 from nemo_aligner.config.training import ExpManagerConfig
 from nemo_aligner.training import tracking
 from nemo_aligner.training.loggers import build_loggers
-from nemo_aligner.training.tracking import read_metrics
+from nemo_aligner.training.metric_files import read_metrics
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import tiny
 from tests.harness.environments import kept_environment, make_environment

@@ -28,7 +28,7 @@ from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pr
 from nemo_aligner.evaluation.robustness import Robustness, read_robustness
 from nemo_aligner.evaluation.tasks.base import Level, TaskRow
 from nemo_aligner.metrics.ranking import wilson_interval
-from nemo_aligner.training.tracking import read_metrics
+from nemo_aligner.training.metric_files import read_metrics
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.missing import describe_unreadable
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.cpu.flash_attention import cpu_flash_attention, cpu_flash_attention_backward
@@ -27,6 +26,8 @@ from nemo_aligner.utils.explicit_scores import explicit_attention
 from nemo_aligner.utils.sinks import join_sinks, sink_gradients
 
 if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
     from nemo_aligner.models.attention.backends import Case
 
 _AMPERE, _VOLTA = 8, 7
@@ -292,6 +293,9 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
     tells the kernel that the mask is causal, as ``is_causal`` does. Where the memory-efficient
     kernel does not run, torch makes a mask from the bias.
     """
+    # Imported here, because it imports torch._dynamo, and every command would start later.
+    from torch.nn.attention.bias import causal_lower_right
+
     bias = causal_lower_right(1, 1)
     # Set the lengths after construction, because torch's constructor allocates 8 bytes of host
     # memory for each query and key.

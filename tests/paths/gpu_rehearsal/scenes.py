@@ -58,8 +58,8 @@ from nemo_aligner.serving.critic import TRAIN, VALUES, CriticBackend
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.training.critic import CriticLearner, open_critic
+from nemo_aligner.training.gauges import Timers
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.loggers import Timers
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros

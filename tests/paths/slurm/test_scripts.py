@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.training.tracking import read_metrics
+from nemo_aligner.training.metric_files import read_metrics
 from nemo_aligner.utils.processes import find_process
 from tests.harness import tiny
 from tests.paths.slurm.real_slurm import MISSING, PATH, cluster
