@@ -92,7 +92,7 @@ def _render_sections(verb: str, keys: Sequence[Key]) -> Iterator[str]:
     sections: dict[str, list[Sequence[str]]] = {}
     for key in keys:
         section, _, name = key.name.rpartition(".")
-        row = (f"`{name}`", f"`{key.default}`", _describe_values(key), key.about)
+        row = (f"`{name}`", f"`{key.default}`", _describe_values(key), key.help_text)
         sections.setdefault(section, []).append(row)
     for section, rows in sections.items():
         title = f"{verb}: {section}" if section else f"{verb}: without a section"

@@ -17,7 +17,7 @@ from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
 T = TypeVar("T")
 # Key in the metadata of a dataclass field; its value is the setting's line in ``--help``.
-ABOUT = "about"
+HELP = "help"
 # The largest seed of numpy's RandomState.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
@@ -102,14 +102,14 @@ RANKS = "processes"
 """In an ``IneffectiveRule``: a key that stands for the number of ranks instead of a setting."""
 
 
-def setting(default: T, about: str) -> T:
+def setting(default: T, help_text: str) -> T:
     """Declare a setting as a field of the dataclass of its section.
 
     Args:
         default: default value; a list or mapping is copied for every instance.
-        about: the setting's line in ``--help``.
+        help_text: the setting's line in ``--help``.
     """
-    metadata = {ABOUT: about}
+    metadata = {HELP: help_text}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from nemo_aligner import __version__
-from nemo_aligner.config.common import ABOUT, as_yaml
+from nemo_aligner.config.common import HELP, as_yaml
 
 # All settings of a verb with type, default and help text.
 
@@ -40,7 +40,7 @@ class Key:
         type: type annotation of the field.
         kind: the type in words, for users.
         choices: all values as YAML, if there are only a few; else empty.
-        about: the help text.
+        help_text: the line of ``--help`` that says what it is.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Key:
     type: Any
     kind: str
     choices: tuple[str, ...]
-    about: str
+    help_text: str
 
 
 def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
@@ -65,7 +65,7 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
                 type=kind,
                 kind=_describe_type(kind),
                 choices=_list_choices(kind),
-                about=item.metadata[ABOUT],
+                help_text=item.metadata[HELP],
             )
 
 
@@ -80,7 +80,9 @@ def render_keys(schema: type) -> str:
             last_section = section
         head = f"  {name}={key.default}  ({key.kind})"
         lines += textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 6, break_long_words=False)
-        lines += textwrap.wrap(key.about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(
+            key.help_text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
     return "\n".join(lines[1:])
 
 

@@ -93,9 +93,9 @@ def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
     """
     missing = [key for key in needed if not attrgetter(key)(config)]
     if missing:
-        about = {key.name: key.about for key in list_keys(schema)}
+        help_texts = {key.name: key.help_text for key in list_keys(schema)}
         raise SettingsError(
-            [f"{key}: it is not set. Set it to the {about[key]}" for key in missing]
+            [f"{key}: it is not set. Set it to the {help_texts[key]}" for key in missing]
         )
 
 

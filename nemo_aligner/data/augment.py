@@ -84,14 +84,15 @@ def _draw_pairs(
         # Use every record equally often, or once more than others: draw without replacement until
         # all records are used, then again.
         for index in rng.sample(range(len(records)), min(len(records), count - len(pairs))):
-            other = rng.randrange(len(records))
-            while keys[other] == keys[index]:
-                other = rng.randrange(len(records))
-            pairs.append(_draw_pair(records[index], records[other], rng))
+            donor = rng.randrange(len(records))
+            while keys[donor] == keys[index]:
+                donor = rng.randrange(len(records))
+            pairs.append(_draw_pair(records[index], records[donor], rng))
     return pairs
 
 
-def _draw_pair(record: Comparison, other: Comparison, rng: random.Random) -> dict[str, Any]:
+def _draw_pair(record: Comparison, donor: Comparison, rng: random.Random) -> dict[str, Any]:
+    """Draw a chosen reply of ``record``, and a rejected one of ``donor``, to another prompt."""
     *prompt, chosen = messages_of(rng.choice(record.texts))
-    *_, rejected = messages_of(rng.choice(other.texts))
+    *_, rejected = messages_of(rng.choice(donor.texts))
     return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "source": SOURCE}

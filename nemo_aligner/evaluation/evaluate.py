@@ -108,10 +108,12 @@ class EvalResult:
         count = len(self.predictions.rows)
         return None if self.accuracy is None else wilson_interval(self.accuracy * count, count)
 
-    def render(self, about: Mapping[str, str]) -> str:
-        """Render the tables for people; ``about`` names the model, its contract and the data."""
+    def render(self, description: Mapping[str, str]) -> str:
+        """Render the tables for people, below ``description``: model, contract and data."""
         counts = ", ".join(f"{count} {name}" for name, count in count_records(self.counts).items())
-        lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
+        lines = [
+            fit_row(name, text, 14) for name, text in {**description, "records": counts}.items()
+        ]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
         in_own_tables = (BY_SOURCE, BY_PRINCIPLE, POSITION)
@@ -130,10 +132,10 @@ class EvalResult:
         lines += _render_groups(self.metrics, BY_PRINCIPLE, "principle")
         return "\n".join(lines)
 
-    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+    def write(self, path: Path, description: Mapping[str, Any]) -> None:
         """Write metrics and counts as one JSON object; a metric without a value is null."""
         results = {"kind": self.kind.value, "metrics": self.metrics, "counts": self.counts}
-        content = finite_or_none({**about, **results})
+        content = finite_or_none({**description, **results})
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 

@@ -161,7 +161,7 @@ def check_robustness(predictions: Predictions, source: RewardSource, count: int)
     margin_std = float(np.std(previous[:, 0] - previous[:, 1]))
     rows = []
     for transformation in TRANSFORMATIONS:
-        say(f"scoring again with {transformation.name}: {transformation.about} ...")
+        say(f"scoring again with {transformation.name}: {transformation.effect} ...")
         changed = _score_changed(drawn, transformation, source)
         rows += [
             _measure_effect(previous, changed, transformation.name, side, margin_std)
@@ -319,12 +319,12 @@ class Transformation:
 
     Attributes:
         name: name in tables and files.
-        about: what it does to the reply, for people.
+        effect: what it does to the reply, for people.
         apply: changes a reply.
     """
 
     name: str
-    about: str
+    effect: str
     apply: Callable[[str], str]
 
 

@@ -169,30 +169,30 @@ class _Results:
 
     Attributes:
         result: the metrics and predictions.
-        about: lines for people that name the model, its scoring contract and the data.
+        description: lines for people that name the model, its scoring contract and the data.
         contract: the scoring contract; None if it is unknown.
         robustness: None without ``robustness_pairs``.
     """
 
     result: EvalResult | TaskResult
-    about: Mapping[str, str]
+    description: Mapping[str, str]
     contract: ScoringContract | None
     robustness: Robustness | None
 
     def table(self) -> str:
         """Render the tables for people."""
-        tables = [self.result.render(self.about)]
+        tables = [self.result.render(self.description)]
         if self.robustness is not None:
             tables.append(render_robustness(self.robustness))
         return "\n\n".join(tables)
 
     def write(self, config: EvaluateConfig) -> None:
         """Write the files that the settings name, on the first rank."""
-        result, about = self.result, dict[str, Any](self.about)
+        result, description = self.result, dict[str, Any](self.description)
         if self.robustness is not None:
-            about["robustness"] = robustness_json(self.robustness)
+            description["robustness"] = robustness_json(self.robustness)
         if config.output is not None:
-            on_main(partial(result.write, Path(config.output), about))
+            on_main(partial(result.write, Path(config.output), description))
         if config.output_rewards is not None:
             on_main(partial(result.predictions.write, Path(config.output_rewards)))
         if config.report is not None:
@@ -203,7 +203,7 @@ class _Results:
         # Imported here because matplotlib is optional, and takes a second to import.
         from nemo_aligner.evaluation.report.page import save_page
 
-        report = report_evaluation(path.stem, self.result, self.about, self.contract)
+        report = report_evaluation(path.stem, self.result, self.description, self.contract)
         settings = flatten(config_to_dict(config))
         save_page([replace(report, robustness=self.robustness, settings=settings)], path)
 
@@ -212,28 +212,28 @@ def _measure(
     config: EvaluateConfig, task: Task | None, reader: ReaderConfig, source: RewardSource
 ) -> _Results:
     name = str(config.data.path)
-    about = {"checkpoint": source.name, "contract": source.about_contract, "data": name}
+    description = {"checkpoint": source.name, "contract": source.shown_contract, "data": name}
     path = once_per_node(lambda: local_file(name))
     if config.swapped:
-        about["data"] += ", chosen and rejected swapped"
+        description["data"] += ", chosen and rejected swapped"
     source = source.with_aggregate(config.aggregate)
     if source.aggregate is not None:
-        about["aggregate"] = f"{source.aggregate.value}, as set"
+        description["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
     if task is None:
         result = evaluate_file(source, path, reader, swapped=config.swapped)
     else:
-        result = _measure_task(task, path, config, source, about)
+        result = _measure_task(task, path, config, source, description)
     robustness = None
     if config.robustness_pairs is not None:
         robustness = check_robustness(result.predictions, source, config.robustness_pairs)
-    return _Results(result, about, source.contract, robustness)
+    return _Results(result, description, source.contract, robustness)
 
 
 def _measure_task(
-    task: Task, path: str, config: EvaluateConfig, source: RewardSource, about: dict[str, str]
+    task: Task, path: str, config: EvaluateConfig, source: RewardSource, description: dict[str, str]
 ) -> TaskResult:
-    """Run a benchmark; if it judges steps, add the threshold and its origin to ``about``."""
+    """Run a benchmark; if it judges steps, add the threshold and its origin to ``description``."""
     threshold_file = config.threshold_from
     chosen, threshold = None, config.threshold
     if threshold_file is not None:
@@ -245,16 +245,16 @@ def _measure_task(
     result = run_task(task, path, source, threshold)
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
-        about["threshold"] = f"{threshold:g}, {origin}"
+        description["threshold"] = f"{threshold:g}, {origin}"
         if chosen is not None and threshold_file is not None:
-            about["threshold"] = chosen.describe(threshold_file, result)
+            description["threshold"] = chosen.describe(threshold_file, result)
     return result
 
 
 def report_evaluation(
     name: str,
     result: EvalResult | TaskResult,
-    about: Mapping[str, str],
+    description: Mapping[str, str],
     contract: ScoringContract | None,
 ) -> RunReport:
     """Build the entry of a report for an evaluation in memory.
@@ -263,7 +263,7 @@ def report_evaluation(
     predictions.
     """
     if isinstance(result, EvalResult):
-        facts = _collect_facts(about, result.counts, contract)
+        facts = _collect_facts(description, result.counts, contract)
         predictions = {name: result.predictions}
         return RunReport(name, "evaluation", {}, predictions, result.metrics, facts=facts)
     rows = result.predictions.rows
@@ -273,17 +273,17 @@ def report_evaluation(
         kind=f"benchmark {result.task}",
         predictions={name: result.predictions} if has_sides else {},
         rows=result.rows,
-        facts=_collect_facts(about, result.left_out, contract),
+        facts=_collect_facts(description, result.left_out, contract),
     )
 
 
 def _collect_facts(
-    about: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract | None
+    description: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract | None
 ) -> dict[str, object]:
     return {
-        **about,
+        **description,
         **({} if contract is None else describe_contract(contract)),
         "counts": dict(counts),
         "versions": find_versions(),
-        "described": [f"checkpoint: {about['checkpoint']}"],
+        "described": [f"checkpoint: {description['checkpoint']}"],
     }

@@ -71,16 +71,16 @@ class TaskResult:
         """Number of scored items (``kept``), and of dropped ones by reason."""
         return {"kept": len(self.predictions.rows), **self.left_out}
 
-    def render(self, about: Mapping[str, str]) -> str:
+    def render(self, description: Mapping[str, str]) -> str:
         """Render the table of subsets, sections and overall figures for people.
 
         Args:
-            about: lines that name the model, its scoring contract and the data.
+            description: lines that name the model, its scoring contract and the data.
         """
         counts = [f"{len(self.predictions.rows)} scored"]
         counts += [f"{count} {reason}: left out" for reason, count in self.left_out.items()]
-        about = {"task": self.task, **about, "items": ", ".join(counts)}
-        lines = [fit_row(name, text, 14) for name, text in about.items()]
+        description = {"task": self.task, **description, "items": ", ".join(counts)}
+        lines = [fit_row(name, text, 14) for name, text in description.items()]
         width = max(len(row.name) for row in self.rows) + 2
         previous_level: Level | None = None
         for row in self.rows:
@@ -90,14 +90,14 @@ class TaskResult:
             lines.append(_render_row(row, width))
         return "\n".join(lines)
 
-    def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write all rows, and the entries of ``about``, as one JSON object.
+    def write(self, path: Path, description: Mapping[str, Any]) -> None:
+        """Write all rows, and the entries of ``description``, as one JSON object.
 
         A figure that is not finite is null.
         """
         rows = [asdict(row) for row in self.rows]
         results = {"rows": rows, "left_out": self.left_out}
-        content = finite_or_none({"task": self.task, **about, **results})
+        content = finite_or_none({"task": self.task, **description, **results})
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 

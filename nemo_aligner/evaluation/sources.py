@@ -98,7 +98,7 @@ class RewardSource:
         return self.contract is not None and self.contract.overlong == Overlong.error.value
 
     @property
-    def about_contract(self) -> str:
+    def shown_contract(self) -> str:
         """Hash of the scoring contract as text for tables; "not known" without a contract."""
         return "not known" if self.contract is None else self.contract.hash
 

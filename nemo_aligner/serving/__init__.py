@@ -18,5 +18,5 @@ A gateway (``gateway.py``) has the same front, but its service (``upstream.py``)
 to servers through ``client/``; neither imports torch. ``composed.py`` combines their rewards with
 those of a judge and of Python functions (``parts.py``). Everything shares ``failures.py``, the
 table of failure kinds, ``backpressure.py``, the limit of rows in flight, ``reward_log.py``, the log
-of the highest-rewarded samples, and ``tokens.py``.
+of the highest-rewarded samples, ``drift.py`` and ``tokens.py``.
 """

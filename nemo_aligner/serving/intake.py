@@ -25,13 +25,13 @@ from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.meter import Meter
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.timed_threads import (
     RunStep,
     ThreadsHangError,
     TimedThreads,
     TooSlowError,
 )
+from nemo_aligner.serving.engine.token_scorer import TokenScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line

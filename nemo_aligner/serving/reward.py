@@ -22,8 +22,8 @@ from nemo_aligner.serving.endpoints import Endpoint, reward_endpoints
 from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.executor import Launch, ModelRanks, Operation
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.engine.token_scorer import TokenScorer
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.intake import EncodedRequest, Intake, answer_of
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards

@@ -28,7 +28,8 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.shared_body import Bodies
 from nemo_aligner.serving.critic import CriticBackend
-from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward import RewardBackend

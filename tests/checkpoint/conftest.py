@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("mutations")
         # Parts are large enough that in each some mutations load, and some are refused.
-        bounds = [0, *range(QUICK, count - QUICK, AT_A_TIME), count]
+        bounds = [0, *range(QUICK, count - QUICK + 1, AT_A_TIME), count]
         parts = [range(*pair) for pair in pairwise(bounds)]
         metafunc.parametrize("seeds", parts, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 

@@ -357,7 +357,9 @@ def test_settings_mapping_given_as_a_whole_replaces_and_a_key_of_it_adds(tmp_pat
 @pytest.mark.parametrize("schema", [TrainConfig, EvaluateConfig, ServeConfig])
 def test_help_of_settings_is_a_line_each_with_a_default_that_loads(schema: type) -> None:
     keys = list_keys(schema)
-    assert [key.name for key in keys if "\n" in key.about or not 0 < len(key.about) <= 72] == []
+    assert [
+        key.name for key in keys if "\n" in key.help_text or not 0 < len(key.help_text) <= 72
+    ] == []
     shown = [f"{key.name}={key.default}" for key in keys]
     assert load_config(schema, [text for text in shown if not text.endswith("={}")]) == schema()
     assert max(map(len, render_keys(schema).splitlines())) <= 80

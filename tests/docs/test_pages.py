@@ -178,7 +178,7 @@ def test_the_page_of_data_explains_every_row_of_its_table() -> None:
 
 def test_the_setting_of_templates_names_every_one() -> None:
     (template,) = [key for key in list_keys(TrainConfig) if key.name == "model.data.template"]
-    assert all(name in template.about for name in BUILT_IN_TEMPLATES)
+    assert all(name in template.help_text for name in BUILT_IN_TEMPLATES)
 
 
 def test_the_readme_is_short() -> None:

@@ -82,19 +82,19 @@ def prompts(path: Path) -> set[str]:
 def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
     """HH pairs are split and trained on; evaluation repeats validation, in any batch."""
     data, run, report = (tmp_path / name for name in ("data", "run", "report.json"))
-    source = sample(PAIRS, tmp_path, 60)
+    source = sample(PAIRS, tmp_path, 40)
     tiny.run_verb("data split", str(source), "--output", str(data), "--heldout", "0.3")
     train, heldout = data / "train.jsonl", data / "heldout.jsonl"
     assert prompts(heldout).isdisjoint(prompts(train))
     tiny.run_verb(
         "train",
         *tiny.training(smollm2_for_two_ranks, run, train, heldout),
-        "model.data.seq_length=256",
+        "model.data.seq_length=128",
         "model.data.overlong=truncate_left",
-        "model.micro_batch_tokens=1024",
+        "model.micro_batch_tokens=512",
         "model.freeze_layers=27",
         "model.optim.lr=1e-4",
-        "trainer.rm.max_steps=3",
+        "trainer.rm.max_steps=2",
         timeout=900,
     )
     model = run / "checkpoints/megatron_gpt.nemo"
@@ -113,7 +113,7 @@ def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
     assert len(texts) == 12
     for names, scored_texts in ((("one",), texts), (("TP=2", "PP=2"), texts[::3])):
         assert_same_bits(
-            company.Case(str(model), scored_texts, orders=2, budget=1024), names, tmp_path
+            company.Case(str(model), scored_texts, orders=2, budget=512), names, tmp_path
         )
 
 

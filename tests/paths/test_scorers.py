@@ -23,7 +23,8 @@ from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
-from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import AlignerError, ConfigError
 from tests.checkpoint.hf.exporting import export
 from tests.harness import tiny

@@ -23,7 +23,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import TokenCounts
+from nemo_aligner.serving.engine.token_scorer import TokenCounts
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.host_transfer import Arriving
 from nemo_aligner.utils.processes import report

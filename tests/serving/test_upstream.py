@@ -13,9 +13,9 @@ import pytest
 
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.serving.client import RefusedError
+from nemo_aligner.serving.drift import AttributeDrift, RecentRewards
 from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind
 from nemo_aligner.serving.protocols import ScoreRequest
-from nemo_aligner.serving.scoring import AttributeDrift, RecentRewards
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.answers import Failure, answered

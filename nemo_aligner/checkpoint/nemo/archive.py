@@ -380,14 +380,14 @@ def _extract(
     """Extract the members that are needed into ``root``, and return each file's sha256 by name."""
     free = shutil.disk_usage(root).free
     budget = max(free - _SPARE_BYTES, free // 2)
-    seen: set[PurePosixPath] = set()
+    names: set[PurePosixPath] = set()
     sums = {}
     for member in archive:
         name = _checked_name(member, path)
-        if name in seen and not member.isdir():
+        if name in names and not member.isdir():
             raise CheckpointError(f"{path}: member {member.name!r} occurs twice")
-        seen.add(name)
-        if len(seen) > _MAX_MEMBERS:
+        names.add(name)
+        if len(names) > _MAX_MEMBERS:
             raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
         if not is_needed(name):
             continue
@@ -436,16 +436,16 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
     source = archive.extractfile(member)
     assert source is not None, "a regular file has content"
     digest = hashlib.sha256()
-    left = member.size
+    remaining = member.size
     # Mode "x" fails if the file exists, so a link at the target cannot redirect the write.
     with source, target.open("xb") as file:
-        while block := source.read(min(left, _BLOCK)):
+        while block := source.read(min(remaining, _BLOCK)):
             digest.update(block)
             file.write(block)
-            left -= len(block)
-    if left:
+            remaining -= len(block)
+    if remaining:
         raise tarfile.ReadError(
-            f"member {member.name!r} ends {left} bytes early, so the archive is cut off"
+            f"member {member.name!r} ends {remaining} bytes early, so the archive is cut off"
         )
     return digest.hexdigest()
 

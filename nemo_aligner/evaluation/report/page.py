@@ -353,7 +353,7 @@ def _describe_in_one_line(mistake: Mistake) -> str:
     prompt = question_of(mistake.texts[0][1])
     question = f"\u201c{_shorten(flatten_message(prompt[-1]))}\u201d: " if prompt else ""
     replies = [f"{side} \u201c{_shorten(reply_of(text))}\u201d" for side, text in mistake.texts]
-    return f"{question}{', '.join(replies)} ({mistake.about})"
+    return f"{question}{', '.join(replies)} ({mistake.numbers})"
 
 
 def _shorten(text: str) -> str:

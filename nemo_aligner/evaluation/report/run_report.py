@@ -232,13 +232,13 @@ class Mistake:
     Attributes:
         record: its file and line.
         source: its source; "" if it names none.
-        about: rewards and margin, or reward and label, as text.
+        numbers: rewards and margin, or reward and label, as text.
         texts: (side, sample) for each sample; the side is ``chosen``, ``rejected`` or ``response``.
     """
 
     record: str
     source: str
-    about: str
+    numbers: str
     texts: tuple[tuple[str, Text], ...]
 
 
@@ -267,12 +267,12 @@ def list_mistakes(predictions: Predictions, count: int) -> list[Mistake]:
 
 def _describe_wrong_pair(name: str, row: Prediction) -> Mistake:
     (chosen, rejected), texts = row.closest, row.item.texts
-    about = (
+    numbers = (
         f"margin {row.margin:+.3f}: chosen {row.rewards[chosen]:.3f}, "
         f"rejected {row.rewards[rejected]:.3f}"
     )
     sides = ("chosen", texts[chosen]), ("rejected", texts[rejected])
-    return Mistake(name, row.item.source, about, sides)
+    return Mistake(name, row.item.source, numbers, sides)
 
 
 def _list_rating_errors(rated: Predictions, count: int) -> Iterator[Mistake]:
@@ -286,6 +286,6 @@ def _list_rating_errors(rated: Predictions, count: int) -> Iterator[Mistake]:
         column, row = int(errors[index].argmax()), rated.rows[index]
         if errors[index, column] > 0:
             reward, label = rated.rewards[index, column], rated.labels[index, column]
-            about = f"{rated.attributes[column]}: reward {reward:.3f}, label {label:.3f}"
+            numbers = f"{rated.attributes[column]}: reward {reward:.3f}, label {label:.3f}"
             texts = (("response", row.item.texts[0]),)
-            yield Mistake(row.record, row.item.source, about, texts)
+            yield Mistake(row.record, row.item.source, numbers, texts)

@@ -195,12 +195,12 @@ _OTHER_KINDS = (EXPERT_COUNT, ATTENTION_VARIANT)
 
 def _check_combinations(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError for two keys whose layers cannot be combined."""
-    pairs = [(key, other) for key in _OF_DENSE_LAYERS for other in _OTHER_KINDS]
-    for key, other in (*pairs, ("parallel_residual", "post_layernorms")):
-        if config.get(key) and config.get(other):
+    pairs = [(first, second) for first in _OF_DENSE_LAYERS for second in _OTHER_KINDS]
+    for first, second in (*pairs, ("parallel_residual", "post_layernorms")):
+        if config.get(first) and config.get(second):
             raise CheckpointError(
-                f"model_config.yaml: {key}: got {shown(config[key])} together with {other}="
-                f"{shown(config[other])}, which is not supported"
+                f"model_config.yaml: {first}: got {shown(config[first])} together with {second}="
+                f"{shown(config[second])}, which is not supported"
             )
     if config.get("one_norm_per_layer") and not config.get("parallel_residual"):
         raise CheckpointError(

@@ -7,7 +7,9 @@ A row (one sample) passes these files in this order:
 ``pace.py``           limits the tokens of a call, so that it ends within ``max_call_secs``
 ``executor.py``       runs a call on all ranks, and notices ranks that die
 ``running_calls.py``  measures the running call, so that a model that hangs is noticed
+``token_scorer.py``   ``TokenScorer``: what the server asks of a model, or of an ensemble
 ``scorer.py``         ``RewardScorer``: packs the rows, computes them, and gathers the outputs
+``ensemble.py``       ``RewardEnsemble``: several of these, one after another
 ``prefix_cache.py``   plans which prefixes of samples are in the cache and need no computing
 ``shaping.py``        ``RewardShaper``: standardizes, merges, penalizes and clips rewards
 

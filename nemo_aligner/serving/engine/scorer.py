@@ -9,29 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import PREFIX_CACHE_STATES, Precision
 from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
-from nemo_aligner.contract.scorer import (
-    OnError,
-    RowValues,
-    ScoredRows,
-    StepRewards,
-    score_encodable,
-)
-from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
@@ -49,6 +37,7 @@ from nemo_aligner.models.shared_body import Bodies, SharedBody
 from nemo_aligner.models.step import count_parts, gather_rewards_later, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.engine.token_scorer import TokenCounts, TokenScorer
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
@@ -60,32 +49,10 @@ logger = logging.getLogger(__name__)
 _LONG_SAMPLE = 600
 
 
-@dataclass(frozen=True)
-class TokenCounts:
-    """Tokens of all calls so far, on all ranks.
+class RewardScorer(TokenScorer):
+    """Scores samples with one model, by the contract's attributes.
 
-    Attributes:
-        requested: tokens of the samples.
-        computed: tokens that went through the model; a shared prefix of one call counts once.
-        cached: tokens that needed no computation, because their keys and values were cached.
-    """
-
-    requested: int = 0
-    computed: int = 0
-    cached: int = 0
-
-    def after(self, requested: int, computed: int, cached: int) -> TokenCounts:
-        """Return the sums after a call that added these numbers of tokens."""
-        return TokenCounts(
-            self.requested + requested, self.computed + computed, self.cached + cached
-        )
-
-
-class RewardScorer:
-    """Scores N samples: rewards ``[N, A]`` float32, one column per attribute of the contract.
-
-    Methods that score are collective: every rank calls them with the same arguments and gets all
-    rewards. Packs are split over the data parallel ranks.
+    Packs are split over the data parallel ranks.
 
     With a prefix cache, each data parallel replica keeps the keys and values of the
     ``prefix_cache_tokens`` tokens that were used last. For a sample with a cached prefix, only the
@@ -141,7 +108,7 @@ class RewardScorer:
         self.contract = contract
         self.fingerprint = fingerprint
         self.body = body
-        self.counts = TokenCounts()
+        self._counts = TokenCounts()
         self._cache, self._pool = self._new_cache(prefix_cache_tokens, prefix_cache_states)
 
     def _new_cache(self, tokens: int, states: int) -> tuple[PrefixCache, KeyValuePool | None]:
@@ -166,17 +133,18 @@ class RewardScorer:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the columns of the rewards."""
         return tuple(self.contract.attributes)
 
     @property
+    def counts(self) -> TokenCounts:
+        return self._counts
+
+    @property
     def tokens_per_call(self) -> int:
-        """The tokens of a call that has one full pack for each data and pipeline parallel rank."""
         return self._micro_batch_tokens * self._layout.dp * self._layout.pp
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of this rank's memory that the prefix cache takes."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     @property
@@ -207,7 +175,7 @@ class RewardScorer:
         # Drop what the warm-up has cached and counted: no real sample begins with its tokens, and
         # the counts are about requests only.
         self.reset_cache()
-        self.counts = TokenCounts()
+        self._counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
         """Return what the contract's chat template writes after a reply (the end of its turn).
@@ -224,50 +192,21 @@ class RewardScorer:
         return SampleFrame.of(self.contract, self._tokenizer)
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache, because keys and values of a failed call may be missing."""
         self._cache.reset_cache()
 
-    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; return rewards and rejections."""
-        return _score_rows(self, samples, on_error)
-
     def adds_special_tokens(self, text: str) -> bool:
-        """Tell whether BOS or EOS is added to a raw text; DataError if it cannot be scored."""
         return self._encoder.adds_special_tokens(text)
 
     def encode(self, text: Text) -> EncodedText:
-        """Encode one sample to token ids.
-
-        Raise DataError if the contract does not allow the sample.
-        """
         return self._encoder.encode(text)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Count the tokens of each sample's reply, before truncation."""
         return self._encoder.count_reply_tokens(texts)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
-        """Turn token ids of a client into those to score; DataError for unknown ids and others."""
         return self._encoder.encode_tokens(token_ids)
 
-    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute the outputs of the head at the positions that each row reads.
-
-        Returns:
-            An array ``[s, A * K]`` float32 for each row, where s is the number of its ``reads`` (1
-            if it has none) and K the number of head outputs per attribute; ``read_outputs``
-            converts them to rewards. If ``rows`` is empty, the list has one empty array.
-        """
-        return self.begin(rows).wait()
-
     def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
-        """Start computing the outputs of rows (see ``compute``), without waiting for the device.
-
-        A call may begin before the results of earlier ones have arrived, but the caller must wait
-        for the results in order. A call that fails, either here or while waiting, empties the
-        prefix cache. Calls that began after it may have read keys and values that it never wrote,
-        so they must begin again.
-        """
         positions = [row.positions for row in rows]
         outputs = self._begin([row.ids for row in rows], positions)
         return outputs.then(lambda joined: np.split(joined, np.cumsum([*map(len, positions)])[:-1]))
@@ -278,12 +217,6 @@ class RewardScorer:
         return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert head outputs ``[N, A * K]`` to rewards ``[N, A]`` float32, and their spreads.
-
-        The spreads ``[N, A]`` are the model's uncertainty; None if its objective has none.
-
-        This method is not collective.
-        """
         return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
 
     def _begin(
@@ -337,7 +270,7 @@ class RewardScorer:
             for row, cached in plan.cached_outputs.items():
                 outputs[row] = cached
             plan.keep(outputs)
-            self.counts = self.counts.after(
+            self._counts = self._counts.after(
                 sum(map(len, sequences)), plan.num_computed, plan.num_cached
             )
             return outputs
@@ -416,156 +349,3 @@ def load_scorer(
         prefix_cache_states=prefix_cache_states,
         body=loaded.body,
     )
-
-
-# The class below scores with several models (an ensemble).
-
-# Fields of the contract in which the models of an ensemble may differ. The other fields decide the
-# token ids of a sample, or what the columns of its rewards mean.
-_MAY_DIFFER = ("label_means", "attribute_weights")
-
-
-class RewardEnsemble:
-    """Scores with M models on the same ranks: rewards ``[N, M * A]``, model after model.
-
-    It has the methods of ``RewardScorer``, which are collective in the same way. ``contract`` is
-    that of the first model; ``fingerprint`` covers all models in their order.
-    """
-
-    def __init__(self, members: Sequence[RewardScorer]) -> None:
-        """Store the models.
-
-        Raises:
-            ConfigError: two models encode samples differently, or differ in attributes.
-        """
-        check_same_encoding([member.contract for member in members])
-        self._members = list(members)
-        self.contract = members[0].contract
-        self.fingerprint = fingerprint_of_ensemble([member.fingerprint for member in members])
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """Names of the columns of the rewards, model after model."""
-        return tuple(
-            f"{name} of model {number}"
-            for number, member in enumerate(self._members)
-            for name in member.attributes
-        )
-
-    @property
-    def counts(self) -> TokenCounts:
-        """The models' token counts since the start, added up."""
-        counts = TokenCounts()
-        for member in self._members:
-            counts = counts.after(*vars(member.counts).values())
-        return counts
-
-    @property
-    def tokens_per_call(self) -> int:
-        return self._members[0].tokens_per_call
-
-    @property
-    def prefix_cache_bytes(self) -> int:
-        """Bytes of this rank's memory that the prefix caches of all models take."""
-        return sum(member.prefix_cache_bytes for member in self._members)
-
-    @property
-    def num_cached_states(self) -> int:
-        """Number of snapshots for which the prefix caches of all models have room, added up."""
-        return sum(member.num_cached_states for member in self._members)
-
-    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; return rewards and rejections."""
-        return _score_rows(self, samples, on_error)
-
-    def encode(self, text: Text) -> EncodedText:
-        return self._members[0].encode(text)
-
-    def adds_special_tokens(self, text: str) -> bool:
-        return self._members[0].adds_special_tokens(text)
-
-    def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
-        return self._members[0].encode_tokens(token_ids)
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        return self._members[0].count_reply_tokens(texts)
-
-    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute the outputs of all models: ``[s, M * A * K]`` float32 for each row.
-
-        ``RewardScorer.compute`` explains the other letters of the shape.
-        """
-        return self.begin(rows).wait()
-
-    def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
-        """Start the computation of all models; see ``RewardScorer.begin``."""
-        parts = [member.begin(rows) for member in self._members]
-
-        def wait() -> list[np.ndarray]:
-            outputs = [part.wait() for part in parts]
-            return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
-
-        return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
-
-    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert outputs ``[N, M * A * K]`` to rewards ``[N, M * A]`` float32, and their spreads.
-
-        The spreads are None if the models' objective has none.
-        """
-        parts = np.split(outputs, len(self._members), axis=1)
-        read = [
-            member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)
-        ]
-        spreads = [spread for _, spread in read if spread is not None]
-        return (
-            np.concatenate([rewards for rewards, _ in read], axis=1),
-            np.concatenate(spreads, axis=1) if spreads else None,
-        )
-
-    def reset_cache(self) -> None:
-        for member in self._members:
-            member.reset_cache()
-
-
-TokenScorer = RewardScorer | RewardEnsemble
-"""Its methods that score, and ``reset_cache``, are collective."""
-
-
-def _score_rows(scorer: TokenScorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
-    contract = scorer.contract
-
-    def measure(encoded: Sequence[EncodedText]) -> RowValues:
-        rows = [Row.of(sample.token_ids, sample.reads) for sample in encoded]
-        outputs = np.concatenate(scorer.compute(rows))
-        rewards, spreads = scorer.read_outputs(outputs)
-        bounds = [*accumulate((len(row.positions) for row in rows), initial=0)]
-        last = np.array(bounds[1:], dtype=np.int64) - 1
-        steps = np.full(len(rows), None, dtype=np.object_)
-        for row, (start, end) in enumerate(pairwise(bounds)):
-            steps[row] = StepRewards(rewards[start:end], encoded[row].spans)
-        return RowValues(
-            aggregate_texts(rewards, bounds, contract.aggregation),
-            None if spreads is None else spreads[last],
-            None if contract.readout is None else outputs[last],
-            steps if contract.has_steps else None,
-        )
-
-    scored = score_encodable(samples, scorer.encode, measure, contract.hash, on_error)
-    return replace(scored, model_fingerprint=scorer.fingerprint)
-
-
-def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
-    """Check that all models score the same token ids by the same attributes.
-
-    Raises:
-        ConfigError: a model differs from the first; the message has its number in
-            ``ensemble.files`` and the differences.
-    """
-    for number, contract in enumerate(contracts[1:], start=1):
-        differences = contracts[0].differences(contract)
-        relevant = {name: pair for name, pair in differences.items() if name not in _MAY_DIFFER}
-        if relevant:
-            raise ConfigError(
-                f"ensemble.files: model {number} has another scoring contract than rm_model_file: "
-                + describe_differences(relevant)
-            )

@@ -88,7 +88,7 @@ def test_contract_of_an_export_is_followed(
     np.testing.assert_allclose(score_all(model, TEXTS), score_all(scorer, TEXTS), atol=1e-4)
     source = load_source(EvaluateConfig(hf_model=str(exported_folder / "hf")), layout)
     assert source.weights == scorer.contract.attribute_weights
-    assert source.about_contract == scorer.contract.hash
+    assert source.shown_contract == scorer.contract.hash
 
 
 def test_pad_token_that_ends_a_turn_is_not_read(layout: Any, tmp_path: Path) -> None:

@@ -116,21 +116,21 @@ def of_family(folder: Path, case: str, longest: int = LONGEST) -> Case:
 def test_rewards_with_shared_prefixes_of_every_length_are_those_alone(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """Packs of four pairs with 200 equal tokens, of which each pair shares another number.
+    """Packs of four pairs with 140 equal tokens, of which each pair shares another number.
 
     The decoders are those with linear or latent attention, Mamba-2, attention sinks, heads of two
     sizes, clamped experts with biases, and routers with groups of experts or a bias for their
     choice.
     """
     rng = random.Random(0)
-    prefixes = [draw(rng, 200) for _ in range(4)]
+    prefixes = [draw(rng, 140) for _ in range(4)]
     samples = [[*prefix, *draw(rng, rng.randint(1, 60))] for prefix in prefixes for _ in range(2)]
-    archive = of_family(tmp_path, case, longest=260).archive
+    archive = of_family(tmp_path, case, longest=200).archive
     for precision in PRECISIONS:
         model = load_scorer(archive, layout, precision=precision, micro_batch_tokens=2048).model
         packs = [PackedBatch.pack([sample]) for sample in samples] + [PackedBatch.pack(samples)]
-        for shortest in range(1, 51):
-            lengths = range(shortest, 201, 50)
+        for shortest in range(1, 36):
+            lengths = range(shortest, 141, 35)
             packs.append(PackedBatch.pack(samples, groups=[Group(2, it) for it in lengths]))
             assert packs[-1].num_tokens == sum(map(len, samples)) - sum(lengths)
         rewards = infer(model, packs, layout)

@@ -23,8 +23,9 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.protocols import StepRewards, kserve
 from nemo_aligner.serving.reward import RewardBackend
