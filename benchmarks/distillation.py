@@ -69,6 +69,10 @@ WAYS = {
         (f"train_{_SOFT}",),
         ("model.objective_kwargs.soft_label_weight=0.5",),
     ),
+    "pseudo": Way("hard pseudo-labels", (f"train_{_PSEUDO}",)),
+    "soft_head": Way(
+        "soft labels, all seeds start from one head", (f"train_{_SOFT}",), starts_from_head=True
+    ),
     "soft_more": Way("soft labels, more pairs", (f"train_{_SOFT}", f"more_{_SOFT}")),
     "more_only": Way("soft labels of more pairs alone", (f"more_{_SOFT}",)),
     "pseudo_more": Way(
@@ -87,7 +91,10 @@ WAYS = {
 }
 # Rows that combine the seeds of a way: the mean of their rewards, and of their weights.
 MEAN_OF_REWARDS = {TEACHER: "mean of the teachers' rewards"}
-MEAN_OF_WEIGHTS = {"one_head": "mean of the weights of seeds from one head"}
+MEAN_OF_WEIGHTS = {
+    "one_head": "mean of the weights of seeds from one head",
+    "soft_head": "mean of the weights of students from one head",
+}
 
 
 @dataclass(frozen=True)
