@@ -1,4 +1,6 @@
-"""Makes the README's picture: ``python -m tests.evaluation.report.picture PAGE docs/report.png``.
+"""Make the picture in docs/evaluation.md.
+
+``python -m tests.evaluation.report.picture PAGE docs/report.png``
 
 PAGE is a page that ``nemo-aligner report`` wrote. Chromium and chromedriver must be installed.
 """
