@@ -1,4 +1,4 @@
-"""Table of ways to get the quality of several reward models from one, on held-out pairs.
+"""Compare ways to get the quality of several reward models from one, on held-out pairs.
 
     python benchmarks/distillation.py --base smollm2.nemo --train hh/train.jsonl \
         --heldout hh/heldout.jsonl --more more.jsonl --output results/distillation \
@@ -11,8 +11,9 @@ another learning rate, LoRA, or the mean of the weights of runs that start from 
 A row has the accuracy of each seed and of their mean, the accuracy on pairs whose longer and whose
 shorter reply was chosen (in characters), the expected calibration error, and the paired difference
 to the teachers: per pair, the mean verdict of the way's seeds minus that of the teachers, with a
-95% bootstrap interval over pairs. A stopped program continues where it was: trainings and labels
-that exist are not repeated. ``--jobs`` trainings run at a time, each on its own core or GPU.
+95% bootstrap interval over pairs. If the program is stopped, running it again continues: existing
+trainings and labels are not repeated. ``--jobs`` trainings run at a time, each on its own core or
+GPU.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Experiment:
 
 
 def to_pseudo_label(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Let the better reply of a labelled pair be the one that the teachers prefer."""
+    """Make the reply that the teachers prefer the better one of a labelled pair."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.formats.teacher import TEACHER_FIELDS
     from nemo_aligner.evaluation.label import order_by_teacher
@@ -227,7 +228,7 @@ def to_pseudo_label(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mean_of_rewards(members: Sequence[Predictions]) -> Predictions:
-    """Return predictions by the mean of several models' rewards of the same pairs."""
+    """Return predictions from the mean of several models' rewards of the same pairs."""
     from nemo_aligner.evaluation.predictions import Prediction, Predictions
 
     rows = []

@@ -2,8 +2,8 @@
 
     python benchmarks/gateway.py --requests 300 --turns 5
 
-The same token ids, one sequence a request, are sent in turns to the server by KServe, and to the
-gateway by ``/v1/rewards`` and by vLLM's ``/classify``. With one client, the median latency of each
+The same token ids, one sequence a request, are sent in turn to the server over KServe, and to the
+gateway over ``/v1/rewards`` and vLLM's ``/classify``. With one client, the median latency of each
 turn is compared with the server's in the same turn, and every reward must be bit-identical. With
 ``--clients`` clients the throughput in requests a second is measured.
 """

@@ -1,10 +1,10 @@
-"""What batch invariance costs in speed, and how many rewards it makes bit-identical.
+"""Cost of batch invariance in speed, and the number of rewards that it makes bit-identical.
 
     python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-It runs the three kinds of work that scoring.py describes, in turns, in fp32 and bf16 (on a GPU only
+It runs the three kinds of work that scoring.py describes, in turn, in fp32 and bf16 (on a GPU only
 bf16): without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts
-rewards that are not bit-identical with those in a batch of one. On a CPU a matmul may use other
+rewards that are not bit-identical to those in a batch of one. On a CPU a matmul may use other
 numbers of rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the
 setting ``tried`` lets a matmul choose among several numbers of rows, in all of which a row has
 bit-identical results. A trial on this GPU finds these numbers, and the benchmark prints them.

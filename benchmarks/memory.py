@@ -6,7 +6,7 @@ One process on the CPU trains all weights in fp32 and saves every 100 steps. "In
 has handed out: the peak since the previous line, sampled ten times a second, and the value between
 steps. "Resident" is what the system counts. "Gaps" is the resident memory beyond the peak in use
 and beyond libraries. With ``--skip-matmuls`` matmuls return constants, which makes a step four
-times as fast: memory is the same but for buffers inside the matmul library.
+times as fast: memory is the same except for buffers inside the matmul library.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _parse() -> argparse.Namespace:
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train by the job's settings; return a row of memory figures for each step."""
+    """Train with the job's settings; return a row of memory figures for each step."""
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
     from nemo_aligner.distributed.launch import launch

@@ -1,4 +1,4 @@
-"""Worker of scoring.py: rewards by AutoModelForSequenceClassification in padded batches, timed.
+"""Worker of scoring.py: times rewards of AutoModelForSequenceClassification in padded batches.
 
 The first line on stdin is the job; each further line is a request for the rewards of token lists.
 """

@@ -1,8 +1,8 @@
-"""Worker of scoring.py in an environment with vLLM: rewards by its classification API, timed.
+"""Worker of scoring.py in an environment with vLLM: times rewards from its classification API.
 
 The first line on stdin is the job; each further line is a request for the rewards of token lists.
 transformers writes the folder that vLLM loads, with the head of the job. The prefix cache is
-emptied before every request, so that no turn profits from the previous one.
+emptied before every request, so that no turn benefits from the previous one.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ There are three kinds of work: both replies of pairs from ``--data``; single rep
 the file; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO sends them.
 transformers gets padded batches of ``--batch`` sequences, sorted by length or in the order of the
 file. Both sides run in fp32 on the CPU, in bf16 on a GPU. "real tokens" are those of the sequences,
-without padding, and count as often as they are sent. Both sides score each work in turns; ``ours is
-faster by`` is the median over the turns of the ratio of times. ``matmuls alone`` is the speed of
-only the matmuls for the tokens that we compute (a shared prefix is computed once). transformers
-runs in a process of its own: where it dies, for example for lack of memory, a dash replaces its
-figures. ``--rows`` and ``--cuda-graphs`` add scorers with other settings, each with its own copy of
-the weights.
+without padding, and count as often as they are sent. Both sides take turns to score each work;
+``ours is faster by`` is the median over the turns of the ratio of times. ``matmuls alone`` is the
+speed of only the matmuls for the tokens that we compute (a shared prefix is computed once).
+transformers runs in a separate process: if it dies, for example for lack of memory, a dash replaces
+its figures. ``--rows`` and ``--cuda-graphs`` add scorers with other settings, each with its own
+copy of the weights.
 
 With ``--vllm-python`` the other side is vLLM in that environment, called without a server, with an
 empty prefix cache in every turn.
@@ -155,7 +155,7 @@ class _Scorers:
 
 
 class _Peer:
-    """The other side (transformers or vLLM), which scores in a process of its own.
+    """The other side (transformers or vLLM), which scores in a separate process.
 
     If the process has ended, ``failure`` describes how.
     """

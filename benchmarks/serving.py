@@ -1,16 +1,16 @@
-"""Compare our reward server with vLLM's, on the same weights and token ids, by the same clients.
+"""Compare our reward server with vLLM's, on the same weights and token ids, with the same clients.
 
     python benchmarks/serving.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
         --vllm-python vllm/bin/python
     python benchmarks/serving.py --tiny
 
-The servers are measured in turns. Both score one sequence a request with a random head on the CPU,
+The servers are measured in turn. Both score one sequence a request with a random head on the CPU,
 in fp32 or with ``--precision bf16`` in bf16; vLLM serves the folder that ``nemo-aligner export``
 writes. First, the rewards of all servers are compared with those of our model in this process in
 fp32. Then the speed is measured for each number of ``--clients``; every client sends its next
 request once it has its answer. Kinds of work:
 
-- ``uniform`` and ``lognormal``: distributions of lengths, 224 tokens in the mean, no shared prefix
+- ``uniform`` and ``lognormal``: distributions of lengths, 224 tokens on average, no shared prefix
 - ``pairs``: both replies of pairs from ``--data``, one after the other
 - ``shared``: replies of 100 tokens, one by one, to a prompt of 512 that the server has seen before
 
@@ -467,7 +467,7 @@ class Draw:
         self._vocabulary = vocabulary
 
     def uniform(self, count: int, clients: int, turn: int) -> Requests:
-        """Draw ``count`` sequences of 64 to 384 tokens, uniformly distributed: 224 in the mean.
+        """Draw ``count`` sequences of 64 to 384 tokens, uniformly distributed: 224 on average.
 
         ``clients`` and ``turn`` only seed the random numbers.
         """

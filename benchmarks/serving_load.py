@@ -1,9 +1,9 @@
 """Worker of serving.py: sends requests from concurrent clients and measures their latencies.
 
-One process serves for all servers. The first line on stdin is the job, which is empty. Each further
-line is a load: ``requests`` (``path`` and ``body``), the ``count`` to send (repeating from the
-first if there are fewer) and the number of ``clients``, each of which sends the next request once
-it has its answer. Requests go only to this machine, and end after ``limit_s`` seconds.
+One process is used for all servers. The first line on stdin is the job, which is empty. Each
+further line is a load: ``requests`` (``path`` and ``body``), the ``count`` to send (repeating from
+the first if there are fewer) and the number of ``clients``, each of which sends the next request
+once it has its answer. Requests go only to this machine, and end after ``limit_s`` seconds.
 """
 
 from __future__ import annotations

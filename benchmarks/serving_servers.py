@@ -29,7 +29,7 @@ _MODEL = "reward"
 
 
 class Server:
-    """A server in processes of its own.
+    """A server in its own processes.
 
     Raises:
         WorkerFailed: while waiting for it, the server ended or took too long; the message has its

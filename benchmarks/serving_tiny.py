@@ -109,7 +109,7 @@ def check(asks: Sequence[TestRequest], load: Load) -> Load:
     ``load`` has the answers to ``asks``, and is returned.
 
     Raises:
-        WorkerFailed: a request was answered otherwise.
+        WorkerFailed: a request got another answer.
     """
     for number, (status, rewards) in enumerate(zip(load.statuses, load.rewards, strict=True)):
         ask = asks[number % len(asks)]

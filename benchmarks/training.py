@@ -259,7 +259,7 @@ def _parse() -> argparse.Namespace:
 
 
 def train_ours(job: dict[str, Any]) -> dict[str, Any]:
-    """Train some steps by nemo_aligner; return their seconds, losses and tokens."""
+    """Train some steps with nemo_aligner; return their seconds, losses and tokens."""
     import torch
 
     from nemo_aligner.config.load import load_config
@@ -302,7 +302,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_trl(job: dict[str, Any]) -> dict[str, Any]:
-    """Train the same steps by TRL's RewardTrainer; the environment need not have our package.
+    """Train the same steps with TRL's RewardTrainer; the environment need not have our package.
 
     All batch sizes of the job are tried, and the result of the fastest is returned. A batch size
     that runs out of memory is skipped.

@@ -1,10 +1,10 @@
-"""Serve a reward model over HTTP, and by NVIDIA Triton: ``nemo-aligner serve`` with Triton on.
+"""Serve a reward model over HTTP and with NVIDIA Triton: ``nemo-aligner serve`` with Triton on.
 
     python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo server.port=5555
 
-The HTTP server answers every protocol. Triton answers at the ports 5600 (HTTP), 5601 (gRPC) and
-5602 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off.
-The code is in ``nemo_aligner/serving/run.py``.
+The HTTP server answers every protocol. Triton answers on the ports 5600 (HTTP), 5601 (gRPC) and
+5602 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off. The
+code is in ``nemo_aligner/serving/run.py``.
 """
 
 from __future__ import annotations

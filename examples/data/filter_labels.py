@@ -1,4 +1,4 @@
-"""Find the pairs of a file whose labels are probably wrong, by models that did not train on them.
+"""Find the pairs of a file whose labels are probably wrong, with models not trained on them.
 
     python examples/data/filter_labels.py --input pairs.jsonl --output filtered \\
         pretrained_checkpoint.restore_from_path=base.nemo model.optim.lr=1e-5
@@ -87,7 +87,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def find_prompt(row: dict[str, Any]) -> str:
-    """Return the prompt of a pair, without case and white space.
+    """Return the prompt of a pair, with case and white space normalized.
 
     Without the key ``prompt`` it is what both sides begin with: equal lines, or equal messages.
     """
@@ -120,7 +120,7 @@ def assign_folds(pairs: Sequence[Pair], folds: int, seed: int) -> list[int]:
 def judge(
     folder: Path, train: Sequence[Pair], heldout: Sequence[Pair], settings: dict[str, Any]
 ) -> None:
-    """Set the margins of ``heldout`` by a model that is trained on ``train``.
+    """Set the margins of ``heldout`` with a model that is trained on ``train``.
 
     The margins are stored in ``folder.json`` and read from there if the inputs are unchanged.
     """
@@ -215,7 +215,7 @@ def reply_of(side: Any) -> str:
 
 
 def share_longer_chosen(pairs: Sequence[Pair]) -> str:
-    """Render in which share of the pairs the longer reply was chosen.
+    """Render the share of pairs whose longer reply was chosen.
 
     If this share differs much between kept and doubted pairs, the models have a length bias.
     """

@@ -1,10 +1,10 @@
-"""GRPO by TRL's trainer, against a running reward server.
+"""GRPO with TRL's trainer, against a running reward server.
 
     nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
     python examples/rl/grpo_trl.py
 
 TRL's default has no KL penalty (beta=0), so ``--kl`` has no effect here. The KL divergence from the
-policy before training is printed all the same.
+policy before training is still printed.
 """
 
 from __future__ import annotations

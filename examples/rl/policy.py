@@ -296,7 +296,7 @@ def new_parser(about: str | None, url: str = "http://127.0.0.1:5555") -> argpars
         "--frozen-layers",
         type=int,
         default=24,
-        help="lowest layers of the policy that stay as they are",
+        help="lowest layers of the policy that are not trained",
     )
     parser.add_argument("--lr", type=float, default=1e-4, help="the learning rate")
     parser.add_argument(

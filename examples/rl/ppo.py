@@ -6,7 +6,8 @@
     python examples/rl/ppo.py
 
 Schulman et al. 2017, arXiv 1707.06347: generalised advantages, a clipped ratio, two epochs on every
-batch. The critic starts from the reward model and learns on the server, by the clipped value loss.
+batch. The critic starts from the reward model and learns on the server, with the clipped value
+loss.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
 
 
 def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Update the policy by PPO's clipped objective.
+    """Update the policy with PPO's clipped objective.
 
     Each of the two epochs takes one step on the whole batch.
     """

@@ -39,8 +39,8 @@ async def compute_score(
 
     Args:
         extra_info: with the messages ``prompt``, and optionally ``tools``.
-        refused_reward: the reward of a reply that the model cannot score; None raises an error.
-            Set it by ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
+        refused_reward: the reward of a reply that the model cannot score; None raises an error. Set
+            it with ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
 
     Raises:
         DataError: the reply or its prompt cannot be scored.

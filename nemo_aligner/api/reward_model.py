@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.sources import RewardSource
 
 # The settings of ``nemo-aligner evaluate`` that ``RewardModel.evaluate`` takes. Settings of the
-# model are missing, because the model is loaded already.
+# model are not among them, because the model is loaded already.
 _EVALUATION_SETTINGS = (
     "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
     "output", "output_rewards", "report",
@@ -175,7 +175,7 @@ class RewardModel:
             steps: return the rewards of every turn or step, for a model that has them.
             principle: the principle of all samples, or a list with an entry for each: a string,
                 None, or a list of K strings. A sample with K principles has K rewards, one after
-                the other, and the K samples count in N.
+                the other, and counts as K samples in N.
 
         Returns:
             Rewards ``[N, A]`` float32, a column for each of ``attributes``. With ``steps``, a list
@@ -185,7 +185,7 @@ class RewardModel:
             ``aggregate``.
 
         Raises:
-            ConfigError: ``steps`` is set, but the model gives one reward per sample only.
+            ConfigError: ``steps`` is set, but the model gives only one reward per sample.
             DataError: the contract rejects a sample; the message has its number, from 0.
             ServingError: the model's reward of a sample is not a finite number.
             TypeError: ``texts`` is one sample instead of a list.
@@ -205,7 +205,7 @@ class RewardModel:
         """Score N samples, and return rewards, errors and more about each: see ``ScoredRows``.
 
         A sample that the contract rejects gets the reward NaN, and ``errors`` has the reason.
-        ``RewardClient.score_rows`` returns the same from a server. ``principle`` is that of
+        ``RewardClient.score_rows`` returns the same from a server. ``principle`` is as in
         ``score``.
 
         Raises:
@@ -318,7 +318,7 @@ class RewardModel:
 
 
 def _describe_unknown_setting(key: str) -> str:
-    """Write the error about a key that is no setting of ``RewardModel.evaluate``."""
+    """Write the error about a key that is not a setting of ``RewardModel.evaluate``."""
     names = [setting.name for setting in list_keys(EvaluateConfig)]
     near = suggest_setting(
         key, [name for name in names if name.partition(".")[0] in _EVALUATION_SETTINGS]

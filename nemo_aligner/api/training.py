@@ -80,7 +80,7 @@ def train(
         if data is not None
     }
     _check_not_twice(settings, [f"{_PREFIX}.{part}" for part in parts])
-    # Training needs the memory that loaded models take, and a process group of its own.
+    # Training needs the memory that loaded models take, and creates its own process group.
     release_models()
     for part, data in parts.items():
         run_settings[f"{_PREFIX}.{part}"] = _write_as_files(data, folder, part)

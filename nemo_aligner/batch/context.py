@@ -110,7 +110,7 @@ def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int,
     """Cut each segment between ``bounds`` into ``2 * ranks`` chunks; return the chunks of ``rank``.
 
     A chunk is a pair: the index in the pack of its first token, and of the token after its last.
-    Empty chunks are left out.
+    Empty chunks are dropped.
     """
     chunks = []
     for start, end in pairwise(bounds):

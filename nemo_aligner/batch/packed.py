@@ -1,6 +1,6 @@
 """PackedBatch: sequences packed for a model; Records: the samples, rewards and labels of records.
 
-``cache_use.py`` has what a pack reads from a server's prefix cache, and what it stores there.
+``cache_use.py`` describes what a pack reads from a server's prefix cache, and what it stores there.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Records:
         Record r has the rows from ``label_bounds[r]`` up to ``label_bounds[r + 1]``.
         """
         # Compute the bounds only once: every training step needs them, and they are sums over all
-        # records of the data set, maybe millions.
+        # records of the data set, possibly millions.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
@@ -420,8 +420,8 @@ class PackedBatch:
         replies: tokens over which the head averages; None if it reads ``scored_tokens``.
         share: the tokens that this rank of a context parallel group computes; None if it computes
             all.
-        filled: number of tokens in filler segments, the last segments, which only bring T to a
-            wanted size.
+        filled: number of tokens in filler segments, which come last and only raise T to the
+            required size.
         sizes: sizes to which attention pads the pack; None if it does not pad.
     """
 

@@ -1,11 +1,11 @@
 """Convert Hugging Face folders, GGUF files and models of the hub once, into a cache of archives.
 
 ``open_nemo`` calls ``find_archive``, so all commands and functions that take a ``.nemo`` archive
-also take these models. An archive of the cache is the one that ``nemo-aligner convert`` writes with
-its default options. It is used again as long as ``_identify`` returns the same for the model.
+also take these models. An archive in the cache is the one that ``nemo-aligner convert`` writes with
+its default options. It is reused as long as ``_identify`` returns the same values for the model.
 
-A conversion runs as a process of its own, for two reasons: it needs a process group of one rank,
-while the caller may be one of several; and it returns its memory when it ends.
+A conversion runs in a separate process, for two reasons: it needs a process group of one rank,
+while the caller may be one of several; and the process returns all of its memory when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_FILES = ["*.safetensors", *TOKENIZER_FILES]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".nemo", ".gguf", ".yaml", ".yml", ".json", ".safetensors")
-# Any of these files or folders shows a checkpoint of NeMo or Megatron.
+# Any of these files or folders identifies a checkpoint of NeMo or Megatron.
 _OF_NEMO = (
     "model_config.yaml", "context", "latest_checkpointed_iteration.txt", "run_config.yaml",
     "common.pt", ".metadata",
@@ -48,7 +48,7 @@ _KEY_CHARACTERS = 12
 def find_archive(source: Path) -> Path:
     """Return the archive to open for ``source``: itself, or its conversion in the cache.
 
-    A path that does not exist and is no name of the hub is returned, too; opening it fails.
+    A path that does not exist and is not a name on the hub is returned, too; opening it fails.
 
     Raises:
         CheckpointError: the model cannot be downloaded or converted.
@@ -190,9 +190,9 @@ def _identify(path: Path) -> Any:
     """Return JSON values that change if the model at ``path`` changes; no weights are read.
 
     For a snapshot of the hub this is its revision. Otherwise it lists each file: settings and
-    tokenizer by their content; weights by name, size, header and time of the last change, because
-    a model that is trained further and saved again has the same names, sizes and headers. A family
-    of a user's code counts with its code.
+    tokenizer by their content; weights by name, size, header and time of the last change, because a
+    model that is trained further and saved again has the same names, sizes and headers. For a
+    family from a user's code, it includes that code.
     """
     if path.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", path.name):
         identity: list[Any] = [path.parent.parent.name, path.name]

@@ -1,8 +1,8 @@
-"""Model families of a user's code, which the processes that this process starts know, too.
+"""Model families defined in a user's code, made known to the processes that this one starts.
 
 The environment variable ``NEMO_ALIGNER_FAMILIES`` names them, as ``package.module:NAME`` separated
-by commas. ``register_family`` adds to it, because conversions, ranks and servers are processes of
-their own. A user sets it to make a family known to ``nemo-aligner`` commands.
+by commas. ``register_family`` adds to it, because conversions, ranks and servers run in separate
+processes. A user sets it to make a family known to ``nemo-aligner`` commands.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_families() -> list[Any]:
 
 
 def unreachable_families() -> list[str]:
-    """List the names of families that a process which started this one could not hand down."""
+    """List the names of families that the parent process could not pass on."""
     return [entry.removeprefix(":") for entry in _entries() if entry.startswith(":")]
 
 

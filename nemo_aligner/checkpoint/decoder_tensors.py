@@ -1,4 +1,4 @@
-"""Names, as in Megatron, and unsharded shapes of a decoder's tensors.
+"""Megatron's names, and the unsharded shapes, of a decoder's tensors.
 
 Converters and loaders compare checkpoints with these tables. The module also checks the names
 that a user gives to the outputs of a reward model.
@@ -25,7 +25,8 @@ HEAD_PREFIX = "rm_head."
 # store them; a finished reward model does not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
-# Table of the embeddings that every layer of a Gemma 4 may have, and what goes with it.
+# Table of the embeddings that every layer of a Gemma 4 may have, and the projection that goes with
+# it.
 PER_LAYER_TABLE = "per_layer_embedding.table.weight"
 PER_LAYER_PROJECTION = "per_layer_embedding.projection.weight"
 PER_LAYER_NORM = "per_layer_embedding.norm.weight"

@@ -1,4 +1,4 @@
-"""Merge finished reward models by weighted sums of their weights.
+"""Merge finished reward models into weighted sums of their weights.
 
 The average of runs that started from the same head scores better than each of them, and is more
 robust to distribution shift (WARM, Rame et al. 2024, arXiv:2401.12187). With a weight above 1 the
@@ -168,7 +168,7 @@ def _check_input(folder: NemoFolder, weight: float) -> _Input:
     contract = contract_of(folder)
     if contract is None or HEAD not in folder.tensors:
         raise CheckpointError(
-            f"{folder.source}: it is no reward model of this package (no head, or no scoring "
+            f"{folder.source}: it is not a reward model of this package (no head, or no scoring "
             "contract). Only reward models that this package trained or imported can be merged"
         )
     return _Input(folder, model_shape(folder), contract, weight)

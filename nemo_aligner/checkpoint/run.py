@@ -81,7 +81,8 @@ class RunState:
         metrics: results of the validation after this step; empty if there was none.
         fingerprint: settings that must not change when the run is resumed.
         config: resolved settings. A resumed run prints which of them have changed. Early stopping
-            starts again if the monitored metric has; ``same_validation`` compares some of them.
+            starts again if the monitored metric is among them; ``same_validation`` compares some of
+            them.
         contract: scoring contract, which a resumed run continues with.
         best_value: best value so far of the metric for early stopping.
         validations_since_best: number of validations since that best value.

@@ -349,7 +349,8 @@ def outline_of(stored: BinaryIO) -> Any:
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # Other files have the format before torch 1.6, which torch reads by other, unchecked code.
+        # Other files have the format before torch 1.6, which torch reads with other, unchecked
+        # code.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())

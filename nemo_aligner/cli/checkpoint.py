@@ -53,7 +53,7 @@ def convert_parser() -> Parser:
     )
     rules.add_argument(
         "--step-separator", metavar="TEXT",
-        help="string behind each step of a reply, for a model that scores steps; default: "
+        help="string after each step of a reply, for a model that scores steps; default: "
         "<extra_0> for a process reward model",
     )  # fmt: skip
     rules.add_argument(

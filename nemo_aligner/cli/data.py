@@ -322,7 +322,7 @@ def run_split(options: argparse.Namespace) -> int:
 
     tokenizer = None
     if options.tokenizer is not None:
-        # Imported here, because this module imports megatron-core, which takes seconds.
+        # Imported here, because it imports megatron-core, which takes seconds.
         from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 
         tokenizer = read_tokenizer(options.tokenizer)

@@ -81,7 +81,7 @@ def _end_early(error: KeyboardInterrupt | OSError) -> int:
 
 
 def _describe_for_user(error: Exception) -> str:
-    """Return an error message for users: no traceback, but what to do, if that is known."""
+    """Return an error message for users, without a traceback but with what to do, if known."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, AlignerError):
@@ -105,7 +105,7 @@ def _describe_out_of_memory(sizes: str, marker: str) -> str:
     """Return an error message: torch's own, and the settings that reduce the memory.
 
     Args:
-        sizes: the part of torch's message behind ``marker``.
+        sizes: the part of torch's message after ``marker``.
         marker: the entry of ``_OUT_OF_MEMORY`` that was found in torch's message.
     """
     message = ". ".join((marker + sizes).splitlines()[0].split(". ")[:3])
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()  # at Python's exit an error would be told without what to do
+            sys.stdout.flush()  # at Python's exit, an error would be printed without any advice
     except (KeyboardInterrupt, OSError) as error:
         return _end_early(error)
 
@@ -294,7 +294,7 @@ def _complete() -> None:
 def _print_usage(arguments: list[str]) -> int:
     """Handle a command line without a valid verb, and return the exit code.
 
-    For ``--help`` or nothing, print all verbs; for an unknown verb, suggest a similar one.
+    For ``--help`` or no verb, print all verbs; for an unknown verb, suggest a similar one.
     """
     two_words, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
     if two_words in _MOVED:
@@ -348,8 +348,8 @@ The same command resumes where it was interrupted; give another --output to star
 def quickstart_parser() -> Parser:
     """Build the parser of ``nemo-aligner quickstart``."""
     parser = Parser("quickstart", _QUICKSTART, [key.name for key in list_keys(TrainConfig)])
-    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
-    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="your own pairs or ratings")
+    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="your own base model")
     parser.add_argument(
         "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
         help="folder for all results (default: %(default)s)",

@@ -225,7 +225,7 @@ def _render_notes(notes: Sequence[str]) -> str:
 
 
 def starts_ranks(options: argparse.Namespace) -> bool:
-    """Tell if this process must start ranks that run the verb, because of ``--processes``.
+    """Return whether this process must start ranks that run the verb, because of ``--processes``.
 
     In an interactive shell of Slurm (``srun --pty bash``) every command is the only task of a step,
     and may start ranks. They do not read that step's variables, because ``run_ranks`` sets those of

@@ -106,7 +106,7 @@ which each reply gets a reward, or has completions that TRL has logged (log_comp
 
 # Seconds without an answer after which a line reports that the client is waiting.
 _QUIET_S = 2.0
-# Deadline of one request. A file of any size is one call, which has none.
+# Deadline of one request, in seconds. A file of any size is one call, which has no deadline.
 _REQUEST_S = 600.0
 
 
@@ -208,7 +208,7 @@ def _list_steps(steps: StepRewards, sample: Any) -> Iterator[str]:
 
 
 def _name_flags(message: str, token_variable: str | None) -> str:
-    """Rewrite an error of the client, which names its arguments, for users of the flags."""
+    """Replace the names of the client's arguments in its error by the flags of this command."""
     from nemo_aligner.serving.failures import NOT_SENT, WRONG_TOKEN
 
     not_sent = f"{NOT_SENT}: pass --token-variable NAME"

@@ -1,10 +1,10 @@
 """Settings: one dataclass per section, and how a key gets from YAML or ``key=value`` to its field.
 
-1. ``load.py`` reads a YAML file, and then the ``key=value`` overrides; by ``yaml_text.py`` settings
-   of type str are not read as numbers or bools.
-2. ``compat.py`` translates the keys of NeMo-Aligner 0.7 by a table, and collects notes.
+1. ``load.py`` reads a YAML file, and then the ``key=value`` overrides; ``yaml_text.py`` keeps it
+   from reading settings of type str as numbers or bools.
+2. ``compat.py`` translates the keys of NeMo-Aligner 0.7 with a table, and collects notes.
 3. ``load.py`` merges all updates, resolves references such as ``${model.seed}``, and builds the
-   dataclass of the verb. Each section checks its values in ``__post_init__`` by ``Checks``
+   dataclass of the verb. Each section checks its values in ``__post_init__`` with ``Checks``
    (``common.py``). All problems are raised in one ``SettingsError``.
 4. For an unknown key, ``describe.py`` suggests a similar one. ``ineffective.py`` finds settings
    that do nothing because of others.

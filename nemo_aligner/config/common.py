@@ -24,7 +24,7 @@ MAX_PORT = 2**16 - 1
 # The smallest float above 0. ``require_range`` also accepts its bounds, so "above 0" uses this one.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
-"""Tokens per block of the prefix cache, which stores keys and values by whole blocks."""
+"""Tokens per block of the prefix cache, which stores keys and values in whole blocks."""
 PREFIX_CACHE_STATES = 32
 """Default of ``server.prefix_cache_states``."""
 
@@ -224,7 +224,8 @@ class Checks:
 
 # Checks of numbers in files of other programs: configs of models, headers of weights.
 
-# Bounds far beyond any real model. Without them a wrong number is noticed late, by an overflow.
+# Bounds far beyond any real model. Without them a wrong number would be noticed late, as an
+# overflow.
 MAX_COUNT = 2**31
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 
@@ -239,7 +240,7 @@ def read_count(
         expected: what the value should be, for the error message.
 
     Raises:
-        CheckpointError: the value is no int, or out of range.
+        CheckpointError: the value is not an int, or is out of range.
     """
     return _read_in_range(value, location, expected, (int,), minimum, maximum)
 
@@ -256,7 +257,7 @@ def read_number(
     For the arguments see ``read_count``.
 
     Raises:
-        CheckpointError: the value is no number, out of range, or NaN.
+        CheckpointError: the value is not a number, is out of range, or is NaN.
     """
     return _read_in_range(value, location, expected, (int, float), minimum, maximum)
 

@@ -119,7 +119,7 @@ def _list_choices(kind: Any) -> tuple[str, ...]:
 
 # Suggestions for misspelt keys, and for the names that other trainers give to settings.
 
-# Smallest difflib ratio at which two last names (the parts behind the last dot) are similar: they
+# Smallest difflib ratio at which two last names (the parts after the last dot) are similar: they
 # differ by one or two letters. At 0.75 "steps" would match "eps", and "base" would match "bias".
 _NEAR = 0.8
 # Smallest difflib ratio at which full keys of different sections, but with the same last name, are
@@ -201,7 +201,7 @@ _PEERS_ONLY = {
 def suggestion(key: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that ``key`` (``section.name``, or a plain word) misspells, or None.
 
-    A candidate with the same last name (the part behind the last dot) comes first, then one with a
+    A candidate with the same last name (the part after the last dot) comes first, then one with a
     similar last name in the same top-level section.
     """
     candidates = list(candidates)
@@ -211,10 +211,10 @@ def suggestion(key: str, candidates: Iterable[str]) -> str | None:
 def suggest_setting(key: str, candidates: Iterable[str]) -> str | None:
     """Return the setting that an unknown ``key`` was probably meant to be, or None.
 
-    The last name of a key is the part behind the last dot. The first rule that finds a setting
-    wins: the same last name in a similar section, another trainer's name for a setting, a similar
-    last name in the same top-level section, the only setting with the same last name, a similar
-    full key.
+    The last name of a key is the part after the last dot. The first rule that finds a setting wins:
+    the same last name in a similar section, another trainer's name for a setting, a similar last
+    name in the same top-level section, the only setting with the same last name, a similar full
+    key.
     """
     candidates = list(candidates)
     name = key.rpartition(".")[2]
@@ -347,7 +347,7 @@ def _list_requirements(extra: str) -> list[str]:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
-    # A requirement of an extra has the marker extra == "name" behind a semicolon.
+    # A requirement of an extra has the marker extra == "name" after a semicolon.
     requirements = (line.partition(";") for line in lines)
     marker_pattern = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     return [

@@ -31,7 +31,7 @@ class GatewayConfig(FrontConfig):
 
 
 class JudgeTask(Enum):
-    """What a judge is asked: to compare two responses to a prompt, or to rate one from 1 to 5."""
+    """The task of a judge: to compare two responses to a prompt, or to rate one from 1 to 5."""
 
     pairwise = "pairwise"
     rating = "rating"
@@ -122,7 +122,7 @@ class CombineKind(Enum):
 
 @dataclass
 class CombineConfig:
-    """How the gateway combines a model, a judge and Python functions to one reward."""
+    """How the gateway combines a model, a judge and Python functions into one reward."""
 
     kind: CombineKind = setting(
         CombineKind.weighted, "weighted sum, smallest part, or other parts only at small margins"

@@ -250,7 +250,7 @@ class _Merging:
         ):
             value = [value]
         if get_origin(kind) is dict and value is None:
-            return  # null is an empty dict, as which ``finish`` starts every mapping that is set
+            return  # null is an empty dict, from which ``finish`` starts every mapping that is set
         if get_origin(kind) in (list, tuple) and _has_collections(value):
             self._add_problem(location, f"{key}: got {shown(value)}, wanted {self._kinds[key]}")
             return

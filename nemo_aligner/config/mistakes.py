@@ -14,7 +14,7 @@ from nemo_aligner.config.describe import settings_names, suggestion
 
 _YAML_ENDINGS = (".yaml", ".yml")
 _MODEL_ENDINGS = (".nemo", ".gguf")
-# Settings that take the model and the data of a run; each verb has one or none of either.
+# Settings that name the model and the data of a run; a verb has at most one of each.
 _MODEL_SETTINGS = ("pretrained_checkpoint.restore_from_path", "rm_model_file")
 _DATA_SETTINGS = ("data.path", "model.data.data_prefix.train")
 
@@ -57,7 +57,7 @@ def _count_spaced(words: Sequence[str]) -> int:
 
 
 def describe_word(word: str, keys: Collection[str]) -> str:
-    """Write the error about a word that is no setting; for a path it suggests the setting.
+    """Write the error about a word that is not a setting; for a path it suggests the setting.
 
     Args:
         keys: the full keys of all settings.

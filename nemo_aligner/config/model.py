@@ -144,7 +144,7 @@ class DataConfig:
     )
     keep_index: bool = setting(True, "cache the tokens of data files on disk for the next start")
     principle_template: str | None = setting(
-        None, "question behind the reply with {principle}, or rlbff; '': no principles"
+        None, "question after the reply with {principle}, or rlbff; '': no principles"
     )
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class BasePrecision(Enum):
-    """How the frozen weights under LoRA are stored: in 4 bits, or in 8 bits with a scale a row."""
+    """How frozen weights under LoRA are stored: in 4 bits, or in 8 bits with one scale per row."""
 
     nf4 = "nf4"
     int8 = "int8"
@@ -491,7 +491,7 @@ class ModelConfig(LayoutConfig):
         RewardModelType.binary_ranking, "train on pairs, or on labels of single replies"
     )
     objective: str | None = setting(
-        None, "training objective (docs/training.md), or module:Name; null: default"
+        None, "training objective (docs/objectives.md), or module:Name; null: default"
     )
     objective_kwargs: dict[str, Any] = setting({}, "settings of the objective")
     regression: RegressionConfig = field(default_factory=RegressionConfig)

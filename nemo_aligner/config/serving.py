@@ -130,7 +130,7 @@ class FrontConfig:
 
 
 def without_log(section: str) -> IneffectiveRule:
-    """Build the rule that settings of the log of the highest rewards are idle without its file."""
+    """Build the rule that settings of the top-rewards log have no effect without its file."""
     names = ("top_rewards_kept", "top_rewards_window", "top_rewards_files")
     return {f"{section}.top_rewards_file": None}, tuple(f"{section}.{name}" for name in names)
 

@@ -27,7 +27,7 @@ _MAX_DEPTH = 20
 
 
 def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
-    """Read the text behind ``key=`` into nested sections.
+    """Read the text after ``key=`` into nested sections.
 
     Raises:
         ConfigError: the text has a ``#`` outside quotes; YAML would drop the rest as a comment.

@@ -148,7 +148,7 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # Cut the key to 20 digits, because Python refuses to parse integers of more than 4,300.
+    # Cut the key to 20 digits, because Python does not parse integers of more than 4,300 digits.
     return int(key[:20])
 
 

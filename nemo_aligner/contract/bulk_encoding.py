@@ -65,7 +65,7 @@ def encode_records(
     """
     cuts = tokenizer.bounds.cuts_at_words
     prefix_lengths = [_shared_prefix_length(record) if cuts else 0 for record in records]
-    # The pieces of a record are its shared prefix, then two pieces per sample: the text behind the
+    # The pieces of a record are its shared prefix, then two pieces per sample: the text after the
     # prefix, and the reply or the ends of the reply (``_cut_reply_ends``), to count its tokens.
     pieces: list[str] = []
     reply_ends: list[str | None] = []
@@ -99,8 +99,8 @@ def _cut_reply_ends(text: str, reply: str) -> str | None:
     last cut, joined.
 
     The tokens between the two cuts are counted when ``text``, which contains the reply, is
-    tokenized (``WordIds.inner``). Return None if ``text`` has another first or last cut than the
-    reply: then all of the reply must be tokenized.
+    tokenized (``WordIds.inner``). Return None if the first or last cut of ``text`` is not that of
+    the reply: then all of the reply must be tokenized.
     """
     start = text.find(reply)
     first, last = first_cut(reply), last_cut(reply, len(reply))
@@ -118,7 +118,7 @@ def _join_pieces(
 
     Args:
         prefix_ids: the ids of the prefix that all samples of the record share.
-        suffix: the ids of the text behind this prefix.
+        suffix: the ids of the text after this prefix.
         counted: the ids of ``ends`` or, if ``ends`` is None, of the whole reply.
         ends: the result of ``_cut_reply_ends``.
     """
@@ -174,9 +174,9 @@ _ID = np.dtype(np.int32)
 
 
 class WordIds(NamedTuple):
-    """The ``[L]`` int32 ids of a text, and how many of them are not of its first or last word.
+    """The ``[L]`` int32 ids of a text, and how many of them lie between its first and last word.
 
-    ``inner`` is this number: the ids between the first and the last space between two words.
+    ``inner`` is this number. It is 0 for a text without a space between two words.
     """
 
     ids: np.ndarray
@@ -310,8 +310,8 @@ class TextBounds:
     def encode_end(self, encode: Encode, text: str, tokens: int) -> list[int] | None:
         """Encode only the end of ``text``: at least the last ``tokens`` ids of ``encode(text)``.
 
-        Return None if the text is too short for a gain, or has no cut; then the caller must encode
-        all of it.
+        Return None if the text is too short to gain anything, or has no cut; then the caller must
+        encode all of it.
         """
         if not self.cuts_at_words:
             return None
@@ -358,7 +358,7 @@ def _list_steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, An
 
 
 def _keeps_text(step: Mapping[str, Any]) -> bool:
-    """Tell if a pre-tokenizer step only splits a text and drops nothing."""
+    """Return whether a pre-tokenizer step only splits a text and drops nothing."""
     kind = step.get("type")
     return kind in ("ByteLevel", "Digits") or (
         kind == "Split" and step.get("behavior") == "Isolated"
@@ -366,7 +366,7 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _ends_at_words(step: Mapping[str, Any]) -> bool:
-    """Tell if a pre-tokenizer step splits the text before every space between two words."""
+    """Return whether a pre-tokenizer step splits the text before every space between two words."""
     if step.get("type") == "ByteLevel":
         return bool(step.get("use_regex", True))
     pattern = step.get("pattern") or {}

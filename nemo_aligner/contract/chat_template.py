@@ -1,4 +1,4 @@
-"""``ChatTemplate``: from a conversation to text, by Jinja source as in Hugging Face tokenizers."""
+"""``ChatTemplate``: render a conversation to text with Jinja, as Hugging Face tokenizers do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, with all that decides what it writes about a conversation.
+    """A chat template, with everything that decides what it renders for a conversation.
 
     Attributes:
         source: its Jinja source; "" if conversations cannot be rendered.
@@ -53,7 +53,7 @@ class ChatTemplate:
         without today's date (``check_template`` makes sure that templates do not depend on it).
 
         Args:
-            strftime_now: the function that tells the date; only for trials.
+            strftime_now: the function that formats today's date; only for trials.
             for_answer: end with the start of the assistant's next turn, where the template has one.
 
         Raises:
@@ -93,7 +93,8 @@ class ChatTemplate:
 
         Args:
             messages: the dialogue; by default a question and its answer.
-            strftime_now: tells the template the date; None makes a template that asks for it fail.
+            strftime_now: the function that formats today's date. If it is None, a template that
+                calls it fails.
 
         Raises:
             DataError: the template rejects the dialogue, or is invalid.
@@ -109,7 +110,7 @@ class ChatTemplate:
         return cut_after_reply(self.render_probe())
 
     def with_kwargs_inside(self) -> str:
-        """Return the source behind ``set`` statements for ``kwargs``.
+        """Return the source with ``set`` statements for ``kwargs`` in front of it.
 
         For exports: other programs render the template without passing variables.
         """
@@ -196,7 +197,7 @@ def _compile(source: str) -> jinja2.Template:
 def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The options of transformers. With other options white space and thus tokens would differ.
+    # The options of transformers. With others, the whitespace and thus the tokens would differ.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -22,7 +22,7 @@ def complete_ids(
         ends: whether the sample ends here; only then its end is changed.
 
     Raises:
-        DataError: the sample is empty, has no token but trailing padding, or begins with BOS twice.
+        DataError: the sample is empty, has only trailing padding, or begins with BOS twice.
     """
     completed = list(ids)
     if is_raw:
@@ -41,10 +41,10 @@ def complete_ids(
 
 
 def without_trailing_pad(contract: ScoringContract, ids: Sequence[int]) -> list[int]:
-    """Return the ids without those at the end that are ``trailing_pad_id``.
+    """Return the ids without any ``trailing_pad_id`` at their end.
 
     Raises:
-        DataError: all ids, at least one, are ``trailing_pad_id``.
+        DataError: nothing is left, because all ids are ``trailing_pad_id``.
     """
     end, pad = len(ids), contract.trailing_pad_id
     if pad is None:

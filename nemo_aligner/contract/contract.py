@@ -3,22 +3,23 @@
 Training writes the contract into every checkpoint; evaluation and the server read it from there,
 so these rules are never configured a second time.
 
-Conversations are rendered by the chat template. It writes BOS and the end-of-turn tokens, too, so
+Conversations are rendered by the chat template. It also writes BOS and the end-of-turn tokens, so
 ``add_bos`` and ``add_eos`` do not apply. The template gets the messages in their normal form
 (``messages.py``), tools and documents, and the contract's ``chat_template_kwargs``. A principle
 follows the reply as a turn of the user (``principles.py``). A conversation with a part that the
 template does not render is rejected (``template_check.py``), and so is a message that contains the
 template's own turn markers (``turns.py``). The last token scored is whatever the template ends
-with, such as a newline behind the end-of-turn token.
+with, such as a newline after the end-of-turn token.
 
-Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS in front of a text that does not
-begin with it, and ``add_eos`` puts EOS behind a text that does not end with it. If the settings
-``model.data.add_bos`` and ``add_eos`` are null, ``from_settings.py`` decides: by the contract of a
-base that is a reward model, else by the tokenizer's default for raw texts.
+Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS before a text that does not begin with
+it, and ``add_eos`` puts EOS after a text that does not end with it. If the settings
+``model.data.add_bos`` and ``add_eos`` are null, ``from_settings.py`` takes the values from the
+contract of the base if that is a reward model, else the tokenizer's default for raw texts.
 
-A model with a reward token (``reward_token_id``) gets it appended to every text that does not end
-with it. A model whose class takes the token at the end of a sample for padding
-(``trailing_pad_id``) is read before it: such tokens are removed from the end of every sample.
+For a model with a reward token (``reward_token_id``), this token is appended to every sample that
+does not end with it. Some classes of models treat a certain token at the end of a sample as padding
+(``trailing_pad_id``), and read the reward before it. For such a model, the token is removed from
+the end of every sample.
 
 A model with a reward for each turn or step reads these rewards by the rules of ``steps.py``. The
 reward of a sample is the last of them or, if ``aggregate`` is set, all of them combined.
@@ -64,7 +65,8 @@ from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 VERSION = 1
 # No score depends on these fields: they inform people, and trainers that normalize rewards.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-# Fields that later versions added. The hash omits those that are None, for earlier contracts.
+# Fields that later versions added. The hash omits those that are None, so that earlier contracts
+# keep their hashes.
 _LATER = (
     "shaping",
     "readout",
@@ -95,7 +97,7 @@ class EncodedText:
         token_ids: at most ``seq_length`` ids.
         truncated: True if ``truncate_left`` cut the beginning.
         reads: for a contract with steps, the S indices in ``token_ids`` where rewards are read, in
-            ascending order, the last of them for the last token. Else None.
+            ascending order; the last one is the index of the last token. Else None.
         spans: the S turns or steps whose rewards are read at ``reads``.
         lost: number of turns or steps that were cut off.
     """
@@ -113,7 +115,7 @@ class ScoringContract:
 
     Attributes:
         template: source of the chat template; empty if there is none.
-        add_bos, add_eos: whether raw texts get BOS in front and EOS behind.
+        add_bos, add_eos: whether BOS and EOS are added to raw texts.
         bos_id, eos_id: the tokenizer's ids; None if it has no such token.
         overlong: an ``Overlong`` value, the rule for sequences of more than ``seq_length`` tokens.
         attributes: names of the A rewards of a sample.
@@ -126,14 +128,16 @@ class ScoringContract:
         measured_on: the data from which ``reward_mean`` and ``reward_std`` come.
         shaping: JSON of the reward shaping that a server applies; None in a model's archive.
         readout: JSON of a ``Readout``, for a head whose outputs are not the rewards themselves.
-        reply_marker: token ids in front of a reply, for a head that averages over the reply.
+        reply_marker: token ids before a reply, for a head that averages over the reply.
         chat_template_kwargs: JSON of further variables of the template.
         reward_token_id: token that is appended to every sample, conversations included.
         step_separator: string between the steps of a reply, for a model that scores steps.
         aggregate: an ``Aggregate`` value that combines the rewards of a sample's turns or steps;
             None takes the reward of the last turn or step.
-        principle_template: text about a sample's principle (``principles.py``); None rejects them.
-        base_precision: a ``BasePrecision`` value, that of the weights under LoRA; None if dense.
+        principle_template: text about a sample's principle (``principles.py``); if it is None,
+            samples with a principle are rejected.
+        base_precision: a ``BasePrecision`` value, how the frozen weights under LoRA are quantized;
+            None if they are not.
         trailing_pad_id: token that is removed from the end of every sample, however often it is
             there; None removes nothing.
     """
@@ -261,7 +265,7 @@ class ScoringContract:
         fields = {
             name: value for name, value in self._collect_fields().items() if name not in _NOT_HASHED
         }
-        # Keys are sorted, without spaces and in ASCII: any JSON library can write the same bytes.
+        # Sorted keys, no spaces, only ASCII: any JSON library can write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
             sort_keys=True,
@@ -332,7 +336,7 @@ class ScoringContract:
         return ChatTemplate.of(self.template, tokenizer, self.template_kwargs)
 
     def check_template_ends(self, tokenizer: Tokenizer) -> None:
-        """Check in a subprocess that the template ends: an untrusted one may loop forever.
+        """Check in a subprocess that the template terminates: an untrusted one may loop forever.
 
         Raises:
             DataError: the template cannot render a question and its answer, or exceeds the limits

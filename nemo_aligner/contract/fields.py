@@ -50,13 +50,13 @@ def check_fields(contract: Any) -> None:
             "scoring contract: principle_template: got a text with scored_position "
             f"{contract.scored_position} and {'a' if contract.template else 'no'} chat template, "
             f"wanted scored_position {ScoredPosition.last_token.value} and a chat template: the "
-            "reward for a principle is read behind the question that follows the reply"
+            "reward for a principle is read after the question that follows the reply"
         )
     if contract.trailing_pad_id is not None and not reads_last:
         raise DataError(
             f"scoring contract: trailing_pad_id: got {contract.trailing_pad_id} with "
-            f"scored_position {contract.scored_position}, wanted null: it moves the last token, "
-            f"and only {ScoredPosition.last_token.value} reads no other"
+            f"scored_position {contract.scored_position}, wanted null: it moves the last token, so "
+            f"it fits only {ScoredPosition.last_token.value}, which reads no other token"
         )
     if (
         contract.trailing_pad_id is not None
@@ -77,7 +77,7 @@ def check_fields(contract: Any) -> None:
 
 
 def is_text(value: Any) -> bool:
-    """Tell if ``value`` is a string of valid Unicode."""
+    """Return whether ``value`` is a string of valid Unicode."""
     if not isinstance(value, str):
         return False
     try:
@@ -115,7 +115,7 @@ def _is_json_object(value: Any) -> bool:
 
 
 def are_numbers(value: Any) -> bool:
-    """Tell if ``value`` is a list or tuple of finite numbers."""
+    """Return whether ``value`` is a list or tuple of finite numbers."""
     return isinstance(value, list | tuple) and all(
         isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < 1e300
         for number in value

@@ -101,7 +101,7 @@ def _check_template(contract: ScoringContract, name: str, tokenizer: Tokenizer) 
 
 
 def _choose_trailing_pad(reads: ScoredPosition, start: ScoringContract | None) -> int | None:
-    """Return ``trailing_pad_id`` of ``start``, for the only reading that can have one."""
+    """Return ``trailing_pad_id`` of ``start``; None unless rewards are read at the last token."""
     is_last = reads is ScoredPosition.last_token
     return start.trailing_pad_id if start is not None and is_last else None
 
@@ -119,7 +119,7 @@ class Limits(NamedTuple):
 
 
 def choose_limits(data: DataConfig, start: ScoringContract | None) -> Limits:
-    """Return the limits in the settings; a null one is that of ``start`` or has its default."""
+    """Return the limits in the settings; a null one comes from ``start`` or is the default."""
     length = DEFAULT_SEQ_LENGTH if start is None else start.seq_length
     rule = Overlong.drop if start is None else Overlong(start.overlong)
     return Limits(data.seq_length or length, data.overlong or rule)
@@ -231,7 +231,7 @@ def _check_principle(contract: ScoringContract, tokenizer: Tokenizer) -> Scoring
         contract.tokenize(tokenizer, [Conversation(PROBE, principle="a principle")])
     except DataError as error:
         raise ConfigError(
-            f"{PRINCIPLE_KEY}: the chat template cannot write a principle behind the reply: "
+            f"{PRINCIPLE_KEY}: the chat template cannot write a principle after the reply: "
             f"{error}. Set model.data.template=chatml, for example"
         ) from error
     return contract
@@ -351,7 +351,7 @@ def continue_contract(
 
 
 def _advise_settings(rejected: Mapping[str, tuple[Any, Any]], start: ScoringContract) -> str:
-    """Write which settings give a run the contract of ``start``, and begin the next advice.
+    """Describe which settings give a run the contract of ``start``, and begin the next sentence.
 
     Args:
         rejected: the fields of the contract that differ.
@@ -460,11 +460,11 @@ def check_last_token(contract: ScoringContract, location: str, reader: str) -> N
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{location}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {reader} cannot average"
+            f"reads the last token: {reader} cannot average over the reply"
         )
     if contract.has_steps:
         raise CheckpointError(
             f"{location}: its head reads every turn or step (model.head.reads is "
             f"{contract.scored_position}), wanted one that reads the last token: {reader} has one "
-            "reward for each text"
+            "reward for each sample"
         )

@@ -43,7 +43,7 @@ class Conversation:
 
     Attributes:
         principle: the principle by which the reply is rewarded, such as "correctness"; None if
-            there is none. ``principles.py`` says how it becomes a part of the sample.
+            there is none. ``principles.py`` explains how it becomes a part of the sample.
     """
 
     messages: Messages
@@ -157,7 +157,7 @@ def as_json(text: Messages | Conversation) -> Any:
     """Return a conversation as JSON values.
 
     The result is a list of messages. If there are tools, documents or a principle, it is an object
-    with ``messages``, and with each of ``tools``, ``documents`` and ``principle`` that there is.
+    with ``messages``, and with those of ``tools``, ``documents`` and ``principle`` that exist.
     """
     if not isinstance(text, Conversation):
         return text
@@ -195,7 +195,7 @@ def principle_of(text: Text) -> str | None:
 
 
 def with_principle(text: Text, principle: Any) -> Text:
-    """Attach a principle to a sample in the normal form; null and blank strings are none.
+    """Attach a principle to a sample in the normal form; null or a blank string attaches none.
 
     Raises:
         DataError: the principle is not a string, the sample has another one, or it is raw text.
@@ -294,7 +294,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Tell if every message has only a role, one of ``ROLES``, and a string as content."""
+    """Return whether every message has only a role, one of ``ROLES``, and a string as content."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)
@@ -317,7 +317,7 @@ def walk_strings(value: Any, location: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_plain_message(message: Any) -> bool:
-    """Fast path: tell if a message has only role and content, and is in the normal form."""
+    """Fast path: return whether a message has only role and content, and is in the normal form."""
     if not isinstance(message, dict) or message.keys() != _PLAIN:
         return False
     role, content = message["role"], message["content"]
@@ -536,7 +536,7 @@ def _check_json(value: Any, location: str, depth: int = 0) -> None:
 
 
 def _is_json_number(value: object) -> bool:
-    """Tell if a value is a bool, a finite float, or an integer that Python can print."""
+    """Return whether a value is a bool, a finite float, or an integer that Python can print."""
     if isinstance(value, int):
         # math.isfinite is not used, because it raises for integers that are too large for a float.
         return abs(value) < _TOO_LARGE
@@ -552,7 +552,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _check_unicode(text: str, prefix: str = "") -> None:
-    """Raise DataError, whose message begins with ``prefix``, for half of a surrogate pair."""
+    """Raise DataError for half of a surrogate pair; the message begins with ``prefix``."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -2,9 +2,9 @@
 
 A sample may carry a principle or a criterion of a rubric, such as "correctness". If the scoring
 contract has a ``principle_template``, the principle is put into this text, which follows the reply
-as a turn of the user; the reward is read where the answer to it would begin. Because the principle
-comes last, several principles for one reply share prompt and reply as a prefix, which is computed
-once. A sample without a principle is written without that turn.
+as a user turn; the reward is read where the answer to it would begin. Because the principle comes
+last, several principles for one reply share prompt and reply as a prefix, which is computed once. A
+sample without a principle is rendered without that turn.
 
 The built-in template ``rlbff`` is that of NVIDIA's Principle reward models, which answer Yes or No
 (RLBFF, arXiv 2509.21319; the model card of Llama-3.3-Nemotron-70B-Reward-Principle).
@@ -43,7 +43,7 @@ Principles: TypeAlias = str | Sequence[str | Sequence[str] | None] | None
 
 
 def is_principle_template(text: str) -> bool:
-    """Tell if a text has the place for the principle exactly once, and a sensible length."""
+    """Return whether a text has the placeholder exactly once, and is not too long."""
     return len(text) <= _MAX_LENGTH and text.count(_PLACEHOLDER) == 1
 
 

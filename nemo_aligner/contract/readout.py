@@ -246,8 +246,8 @@ def adjust_components(components: np.ndarray, rewards: np.ndarray) -> np.ndarray
     """Return components ``[N, A]`` float64 that add up to the rewards ``[N]`` float32.
 
     NeMo RL (``validate_reward_components_match_scalar``) ends a run if the components of a sample
-    do not add up to its reward. Rewards are rounded to float32, so the difference, in the last
-    place, is added to the largest component.
+    do not add up to its reward. Rewards are rounded to float32, so the sum of the components may
+    differ in the last digit. The difference is added to the largest component.
     """
     components = components.copy()
     missing = rewards - components.sum(axis=1)
@@ -257,7 +257,7 @@ def adjust_components(components: np.ndarray, rewards: np.ndarray) -> np.ndarray
 
 
 def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """Combine ``rewards [N, A]`` float32 by A weights to ``[N]`` float32, summed in float64.
+    """Combine ``rewards [N, A]`` float32 by A weights into ``[N]`` float32, summed in float64.
 
     A single attribute is returned unchanged, and rows of NaN (rejected samples) stay NaN. If all
     rows are NaN, the number of columns may differ from A: a client that has received no reward

@@ -1,10 +1,10 @@
 """Check that a rendered conversation has every text of the conversation.
 
 ``TemplateReading`` finds by trials which keys a template reads at all. Some templates read a key
-and still drop a text for its place or its content: Mistral's drop the system prompt unless the last
-message is the user's, Llama 3.1's the text next to a tool call, DeepSeek-R1's everything in front
-of ``</think>``. The reward would be that of another conversation, so such a conversation is
-rejected.
+but drop its text in certain places or with a certain content: Mistral's drop the system prompt
+unless the last message is the user's, Llama 3.1's drop the text next to a tool call, and
+DeepSeek-R1's drop everything before ``</think>``. The reward would then be that of another
+conversation, so such a conversation is rejected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_rendered(conversation: Messages | Conversation, rendered: str) -> None
     """Check that every text of a conversation in the normal form is in ``rendered``.
 
     Texts are the contents, the reasoning of the last message, the names and arguments of tool
-    calls, and the names of tools. White space may differ, and arguments may be written as JSON or
+    calls, and the names of tools. Whitespace may differ, and arguments may be written as JSON or
     as Python. Reasoning of earlier messages may be missing, as in the templates of most reasoning
     models, and so may names of speakers and ids of calls.
 
@@ -85,9 +85,13 @@ def _contents_of(message: Message, location: str, is_last: bool) -> Iterator[tup
 
 
 def _is_in(squeezed: str, text: str) -> bool:
-    """Tell if a text is in a rendered conversation without white space, in one of its forms."""
+    """Return whether ``squeezed``, a rendering without whitespace, has a text in any of its forms.
+
+    The forms are the text itself, its escaped forms in JSON and Python, and its parts between
+    ``<think>`` tags.
+    """
     as_json = [json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
-    # Arguments as the JSON text of an object, which is itself written as JSON.
+    # Arguments that were encoded as a JSON string, which the template encodes as JSON again.
     twice = json.dumps(as_json[1], ensure_ascii=False)[1:-1]
     if any(_squeeze(form) in squeezed for form in (text, *as_json, twice, repr(text)[1:-1])):
         return True
@@ -96,5 +100,5 @@ def _is_in(squeezed: str, text: str) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    """Remove all white space."""
+    """Remove all whitespace."""
     return "".join(text.split())

@@ -63,7 +63,7 @@ class SampleFrame:
         template = contract.chat_template(tokenizer)
         bos, eos, end = template.bos_token, template.eos_token, template.after_reply()
         begins = _shortest(_find_beginnings(template.render))
-        # The last token is dropped, because it may merge with the content behind it.
+        # The last token is dropped, because it may merge with the content after it.
         ids = _shortest(tuple(tokenizer.encode(begin)[:-1]) for begin in begins)
         writes_bos = bool(bos) and any(begin.startswith(bos) for begin in begins)
         if writes_bos and contract.add_bos:
@@ -98,7 +98,7 @@ class SampleFrame:
     def find_fault(self, text: str) -> str | None:
         """Describe how a raw text differs from a sample of the template; None if it does not.
 
-        A reply that was cut off before its end of turn is no fault: policies generate such replies.
+        A reply that was cut off before its end of turn is not a fault: policies generate such ones.
         """
         if self.begins and not text.startswith(self.begins):
             return self._describe_begin(text)
@@ -116,7 +116,7 @@ class SampleFrame:
         return None
 
     def _has_foreign_end(self, reply: str) -> bool:
-        """Tell if ``reply`` ends with something that the template does not write after a reply.
+        """Return whether ``reply`` ends with something that the template does not write there.
 
         Args:
             reply: the raw text from its last reply on.
@@ -208,8 +208,8 @@ def _find_beginnings(write: Write) -> Iterator[str]:
 def _find_before_reply(write: Write) -> str:
     """Return the string that the template writes between a question and any reply, stripped.
 
-    It is what trial dialogues have in common: their replies are with and without reasoning, at the
-    end of a dialogue and followed by another question.
+    It is the string that several trial dialogues have in common. Their replies come with and
+    without reasoning, and both at the end of a dialogue and before another question.
     """
     question = {"role": "user", "content": _QUESTION}
     replies = [{"role": "assistant", "content": content} for content in _CONTENTS]

@@ -82,7 +82,7 @@ class StepRewards:
         return cls(np.array(content["rewards"], dtype=np.float32), spans)
 
     def after(self, prompt_size: int) -> np.ndarray:
-        """Return the rewards of the steps that end behind the prompt, one row for each step.
+        """Return the rewards of the steps that end after the prompt, one row for each step.
 
         If no step does, return the row of the last step.
 
@@ -122,8 +122,8 @@ class ScoredRows:
             the model's chat template.
         part_names: names of the P parts of the rewards, from a gateway that combines several.
         parts: ``[N, P]`` float64, the parts; NaN for a part that failed or was not needed.
-        components: ``[N, P]`` float64, what each part adds to the reward; None if the reward is no
-            sum of parts.
+        components: ``[N, P]`` float64, what each part adds to the reward; None if the reward is not
+            a sum of parts.
         comparisons: judgments of pairs of rows, in the form of NeMo Gym's ``comparison_results``.
     """
 
@@ -175,13 +175,13 @@ class ScoredRows:
     def aggregated(
         self, rule: Aggregate, scale: str = SCORE, prompt_sizes: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Combine each sample's step rewards by another rule than the contract's.
+        """Combine each sample's step rewards by a rule other than the contract's.
 
         Args:
             rule: how to combine the rewards of a sample's turns or steps.
             scale: the contract's ``reward_scale``.
             prompt_sizes: N lengths of the prompts, in messages (for raw text, in characters). Turns
-                and steps in the prompts are ignored; None counts them, too.
+                and steps in the prompts are ignored; None includes them.
 
         Returns:
             ``[N, A]`` float32.
@@ -199,7 +199,7 @@ class ScoredRows:
                 rewards[row] = aggregate_steps(step_rewards, rule, scale)
             elif row not in self.errors:
                 raise ConfigError(
-                    f"aggregate: got {rule.value}, but the server answers no rewards of turns or "
+                    f"aggregate: got {rule.value}, but the server returns no rewards of turns or "
                     "steps: its model has none, or it shapes the rewards of whole replies. Omit "
                     "aggregate"
                 )

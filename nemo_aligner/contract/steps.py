@@ -8,17 +8,17 @@ The rule is part of the scoring contract (``scored_position``, setting ``model.h
 ``step_ends``     The reply is cut into steps at the separator. A reward is read at the last token
                   of each step; that of the last step at the last token of the sample.
 ``step_marks``    Steps as for ``step_ends``. A reward is read at the last token of the separator
-                  behind each step. If the last step has no separator behind it, one is added.
-                  Everything behind the last separator is dropped.
+                  after each step. If the last step has no separator after it, one is added.
+                  Everything after the last separator is dropped.
 ``step_answers``  Steps as for ``step_ends``. Each step becomes a user turn that the assistant
                   answers with ``+``; the first step is appended to the question. A reward is read
                   where the answer begins, as in RLHFlow's ``math-rm/prm_evaluate.py``.
 ================  ==================================================================================
 
 The pieces of a sample are tokenized one by one, so the token ids of a step do not depend on later
-steps. The reward of a step equals that of the sample cut behind the step. In raw text the whole
-text is the reply. If the content of the last message is a list of text parts, each part is a step.
-White space between two separators is no step.
+steps. The reward of a step equals that of the sample cut after the step. In raw text the whole text
+is the reply. If the content of the last message is a list of text parts, each part is a step.
+Whitespace between two separators is not a step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def aggregate_steps(rewards: np.ndarray, rule: Aggregate, scale: str = SCORE) ->
     if rule is Aggregate.mean:
         return rewards64.mean(axis=0).astype(np.float32)
     if scale == PROBABILITY:
-        # A probability that fp32 has rounded to 0 would have the logarithm -inf.
+        # Clamp, because the logarithm of a probability that fp32 has rounded to 0 would be -inf.
         logarithms = np.log(np.maximum(rewards64, np.finfo(np.float32).tiny))
     else:
         logarithms = -np.logaddexp(0, -rewards64)
@@ -215,8 +215,8 @@ def _cut_at_answers(
     end = _ANSWER + tail
     if not all(prefix.endswith(end) for prefix in prefixes):
         raise DataError(
-            f"the chat template ends the answer {_ANSWER!r} to a step with other strings than "
-            f"{end!r}, so the answer is not found; wanted another template (model.data.template)"
+            f"the chat template does not always end the answer {_ANSWER!r} to a step with {end!r}, "
+            "so the answer is not found; wanted another template (model.data.template)"
         )
     pieces = _cut(prefixes[-1], [len(prefix) - len(end) for prefix in prefixes])
     spans = tuple(StepSpan(len(messages) - 1, step.start, step.end) for step in steps)
@@ -233,7 +233,7 @@ def _render_prefixes(
         turns: indices in ``messages`` of the turns that have a reward.
 
     Returns:
-        A string for each turn, which ends behind this turn.
+        A string for each turn: the conversation up to the end of this turn.
 
     Raises:
         DataError: one of the strings is not a prefix of the next string, or of the last one.
@@ -244,7 +244,7 @@ def _render_prefixes(
         if not longer.startswith(prefix) or not full_text.startswith(longer):
             raise DataError(
                 f"messages[{number}]: the chat template writes this turn differently when more "
-                "turns follow, so it cannot have a reward of its own; wanted another template "
+                "turns follow, so it cannot have a separate reward; wanted another template "
                 "(model.data.template), or model.head.reads=last_token"
             )
     return prefixes
@@ -258,7 +258,7 @@ def _cut_at_marks(
     pieces = _cut(rendered, cuts)
     if set(pieces[1::2]) != {separator}:
         raise DataError(
-            f"the chat template does not write the separator {separator!r} behind the last step, "
+            f"the chat template does not write the separator {separator!r} after the last step, "
             "because it strips replies; wanted model.head.reads=step_ends, or another separator "
             "(model.data.step_separator)"
         )
@@ -301,7 +301,7 @@ def _replace_reply(text: Messages | Conversation, reply: str) -> Messages | Conv
 
 
 def _find_steps(reply: str, separator: str) -> list[StepSpan]:
-    """Find the steps between separators; a reply of only white space is one step.
+    """Find the steps between separators; a reply of only whitespace is one step.
 
     ``message`` of the returned spans is None; the caller sets it.
     """
@@ -318,7 +318,7 @@ def _find_steps(reply: str, separator: str) -> list[StepSpan]:
 def _locate_reply(rendered: str, reply: str, tail: str) -> int:
     """Return the offset such that ``reply[i]`` is at ``rendered[i + offset]``.
 
-    If the template strips white space from the beginning of the reply, the offset is smaller than
+    If the template strips whitespace from the beginning of the reply, the offset is smaller than
     the position at which the stripped reply begins: by the number of stripped characters.
 
     Args:
@@ -338,7 +338,7 @@ def _locate_reply(rendered: str, reply: str, tail: str) -> int:
 def _locate_before_calls(
     rendered: str, text: Messages | Conversation, reply: str, write: Write
 ) -> int:
-    """Return the offset of ``_locate_reply`` for a reply with tool calls behind it.
+    """Return the offset of ``_locate_reply`` for a reply that is followed by tool calls.
 
     The calls may repeat the reply, and ``_locate_reply``, which searches from the end, would find
     the repetition. So the conversation is rendered with a placeholder as the reply, and the reply
@@ -354,7 +354,7 @@ def _locate_before_calls(
 def _list_stripped_variants(reply: str) -> Iterator[tuple[int, str]]:
     """Yield each form in which templates write a reply, as ``(num_stripped, form)``.
 
-    Templates write a reply unchanged, or without the white space at its beginning, its end, or
+    Templates write a reply unchanged, or without the whitespace at its beginning, its end, or
     both. ``num_stripped`` is the number of characters that were cut from the beginning.
     """
     for num_stripped in (0, len(reply) - len(reply.lstrip())):

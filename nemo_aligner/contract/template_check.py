@@ -130,8 +130,8 @@ def _check_kwargs(template: ChatTemplate) -> None:
 
 
 def is_dated(template: ChatTemplate) -> bool:
-    """Tell if a template writes today's date, which would change the tokens from day to day."""
-    # The two days in _DAYS differ in every field of strftime, so any date makes two texts.
+    """Return whether a template writes today's date, which would change the tokens every day."""
+    # The two days in _DAYS differ in every field of strftime, so any date makes the texts differ.
     texts = {template.render_probe(strftime_now=day.strftime) for day in _DAYS}
     return len(texts) > 1
 
@@ -152,7 +152,7 @@ _FROZEN_DAY = {
 def _write_frozen_macro() -> str:
     """Return a Jinja macro that replaces the function ``strftime_now``.
 
-    Jinja drops the newline behind the macro, so it adds nothing to the rendered text.
+    Jinja drops the newline after the macro, so it adds nothing to the rendered text.
     """
     replacements = "".join(
         f".replace('%{letter}','{value}')" for letter, value in _FROZEN_DAY.items()
@@ -353,7 +353,7 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """Return the key under which the template renders a last reply's reasoning; None if none.
+        """Return the key under which the template reads a last reply's reasoning; None without one.
 
         Args:
             calls: whether the reply has tool calls.
@@ -407,7 +407,7 @@ class TemplateReading:
         return message
 
     def _writes_role(self, role: str) -> bool | None:
-        """Tell if the template renders messages of a role; None if it rejects every trial."""
+        """Return whether the template renders messages of a role; None if it rejects all trials."""
         if role not in self._written_roles:
             question, answer = _make_turn("user", "a"), _make_turn("assistant", "b")
             if role == "developer":
@@ -422,7 +422,7 @@ class TemplateReading:
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """Tell if the template renders a list of text parts as it renders the text as one string.
+        """Return whether the template renders a list of text parts like the text as one string.
 
         If it does not, ``_adapt_content`` joins the parts.
 
@@ -447,7 +447,7 @@ class TemplateReading:
         return self._read_parts[role]
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
-        """Tell if the template renders a missing content like an empty string.
+        """Return whether the template renders a missing content like an empty string.
 
         The result is False if the template rejects ``trial``, or writes the word "None" more often
         in ``trial`` than in ``with_empty``. If it rejects ``with_empty``, the two cannot be
@@ -465,7 +465,7 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Tell if the template renders all ``words`` in at least one of the ``trials``.
+        """Return whether the template renders all ``words`` in at least one of the ``trials``.
 
         Return None if the template rejects every trial.
         """

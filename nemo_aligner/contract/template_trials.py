@@ -1,8 +1,8 @@
 """What a chat template writes around the contents of messages, found by rendering trial dialogues.
 
 A trial renders a dialogue whose contents are known, so that all other text is the template's own.
-``find_frames`` returns these strings; ``turns.py`` derives the turn markers that no message may
-contain from them. ``for_trials`` adds a tool to trials of templates that do not render without one.
+``find_frames`` returns these strings. From them, ``turns.py`` derives the turn markers that no
+message may contain. ``for_trials`` adds a tool to trials of templates that require one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TRIALS = (
 
 
 def needs_tools(write: Write) -> bool:
-    """Tell if a template renders conversations with tools, but rejects those without.
+    """Return whether a template renders conversations with tools, but rejects those without.
 
     The tool-use templates of Hermes and Command R+ loop over the tools even if there are none.
     """

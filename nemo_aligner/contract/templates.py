@@ -12,7 +12,7 @@ built-in ones write every turn with its role, and no date:
 ============  =====================================================================================
 
 All four write reasoning before the reply between ``<think>`` and ``</think>``, each tool call
-behind it as JSON between ``<tool_call>`` and ``</tool_call>``, a tool result as a turn of the tool,
+after it as JSON between ``<tool_call>`` and ``</tool_call>``, a tool result as a turn of the tool,
 and tools and documents at the end of the system prompt as lines of JSON.
 """
 
@@ -89,14 +89,14 @@ _TURNS = "{% for message in messages %}"
 
 
 def _with_tools(earlier: str) -> str:
-    """Extend an earlier built-in template by reasoning, tool calls, tools and documents."""
+    """Extend an earlier built-in template with reasoning, tool calls, tools and documents."""
     turns = earlier.replace("message['content']", "turn.said").replace(_TURNS, _TURNS + _BUILD_TURN)
     return _BEFORE_TURNS + turns
 
 
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
-# Maps each built-in template to its earlier version. That one renders a conversation of only roles
-# and contents to the same text, and is faster.
+# Maps each built-in template to its earlier version, which renders a conversation of only roles and
+# contents to the same text faster.
 QUICKER_VERSIONS = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
 KWARGS_KEY = "model.data.chat_template_kwargs"
 TEMPLATE_KEY = "model.data.template"
@@ -122,9 +122,9 @@ def resolve_template(
         return _EARLIER[setting] if is_earlier else BUILT_IN_TEMPLATES[setting]
     if "{{" in setting or "{%" in setting:
         raise ConfigError(f"{TEMPLATE_KEY}: got a template, wanted the path of a file that has it")
-    if os.path.isfile(setting):  # unlike Path.is_file no error for a name that is too long
+    if os.path.isfile(setting):  # unlike Path.is_file, it does not raise if the name is too long
         try:
-            # Some editors begin a file with a byte order mark, which is no part of the template.
+            # Some editors begin a file with a byte order mark, which is not part of the template.
             return Path(setting).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{TEMPLATE_KEY}: {setting} cannot be read: {error}") from error

@@ -31,7 +31,7 @@ class TextEncoder:
         return encoded
 
     def adds_special_tokens(self, text: str) -> bool:
-        """Tell whether BOS or EOS is added to a raw text, which may have them already.
+        """Return whether BOS or EOS is added to a raw text, which may have them already.
 
         Raises:
             DataError: the text is empty, or begins with BOS twice.
@@ -46,12 +46,12 @@ class TextEncoder:
     def encode_tokens(self, token_ids: Sequence[int]) -> EncodedText:
         """Turn token ids that a client has sent into the ids to score.
 
-        They are scored as they are, but without the contract's ``trailing_pad_id`` at the end.
+        They are scored unchanged, except that the contract's ``trailing_pad_id`` is removed from
+        the end.
 
         Raises:
-            DataError: their number or an id is out of range, no other token than
-                ``trailing_pad_id`` is there, or the model aggregates over steps, which cannot be
-                found in token ids.
+            DataError: their number or an id is out of range, all of them are ``trailing_pad_id``,
+                or the model aggregates over steps, which cannot be found in token ids.
         """
         if self.contract.aggregate is not None:
             raise DataError(

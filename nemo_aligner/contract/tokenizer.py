@@ -209,7 +209,7 @@ class Tokenizer:
         return Tokenizer({**self._files, _JSON: content}, self._location)
 
     def without_tokens(self, names: Collection[str]) -> Tokenizer:
-        """Return a copy in whose files no added token has one of these texts."""
+        """Return a copy without the added tokens whose text is in ``names``."""
         files = dict(self._files)
         content = json.loads(files[_JSON])
         added = content.get("added_tokens") or []
@@ -227,7 +227,7 @@ class Tokenizer:
     def surplus_tokens(self, vocab_size: int) -> list[str]:
         """List the added tokens whose ids are ``vocab_size`` or more, by id.
 
-        Tokens that samples contain are left out: BOS, EOS, and those in the chat template.
+        Tokens that samples may contain are left out: BOS, EOS, and those in the chat template.
         """
         added = self._backend.get_added_tokens_decoder()
         texts = (self.bos_token, self.eos_token, self.chat_template or "")
@@ -278,7 +278,7 @@ class Tokenizer:
         """Return the id of the single token ``text``.
 
         Raises:
-            DataError: there is no such token, or encoding ``text`` gives another token than its
+            DataError: there is no such token, or encoding ``text`` gives a token other than its
                 entry in the vocabulary.
         """
         vocabulary_id, encoded = self._backend.token_to_id(text), self.encode(text)

@@ -100,7 +100,7 @@ class TurnMarks:
         frames = find_frames(write)
         added = [] if tokenizer is None else tokenizer.added_tokens(frames.around)
         # A template that needs tools explains them in its system prompt, where it quotes tags such
-        # as <tool_call>. These quoted tags are no turn marks.
+        # as <tool_call>. These quoted tags are not turn marks.
         quoted = frames.around[:1] if needs_tools(write) else ()
         tokens = [
             token
@@ -163,7 +163,7 @@ class TurnMarks:
             is_spoken = key in _SPOKEN_KEYS
             self._check_string(text, string_location, is_spoken=is_spoken, uses_tools=True)
         if key == "content" and isinstance(value, list):
-            # A mark may be split over parts, because templates join parts, by nothing or a newline.
+            # A mark may be split over parts, because templates join them, directly or by a newline.
             for text in ("".join(part["text"] for part in value), joined_content(value)):
                 self._check_string(text, f"{location}, its parts together", uses_tools=True)
 
@@ -199,7 +199,7 @@ class TurnMarks:
 
         Args:
             is_spoken: True for contents and reasoning, which must not end with the mark ``end``.
-            uses_tools: True if the marks in ``around_results`` are forbidden, too.
+            uses_tools: True if the marks in ``around_results`` are also forbidden.
         """
         first_mark = self._find_mark(text, is_spoken, uses_tools)
         if first_mark is not None:
@@ -251,9 +251,9 @@ def _marks_of_results(
 
 
 def _is_mark(text: str, is_special: bool) -> bool:
-    """Tell if a string is distinctive enough to mark a turn.
+    """Return whether a string is distinctive enough to mark a turn.
 
-    White space, punctuation or a single word occurs in any message, so none of them is a mark. The
+    Whitespace, punctuation or a single word occurs in any message, so none of them is a mark. The
     exception is a single word that is a special token (``is_special``).
     """
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
@@ -326,7 +326,7 @@ class TurnEnd:
     def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> TurnEnd | None:
         """Find the end of a turn by rendering a trial conversation.
 
-        Return None if there is no template, or it writes nothing behind the end-of-turn string.
+        Return None if there is no template, or it writes nothing after the end-of-turn string.
         """
         if not template.source:
             return None
@@ -399,7 +399,7 @@ def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
 #
 # A head that averages over the reply needs the start even if a client sends only token ids. The
 # marker is what a chat template writes between a question and its answer: the reply begins after
-# the last occurrence of the marker. Without a marker (raw texts, or a sequence truncated behind the
+# the last occurrence of the marker. Without a marker (raw texts, or a sequence truncated after the
 # marker) the whole sequence counts as the reply.
 
 _KEY = "model.head.reads"

@@ -6,16 +6,16 @@ of weight gradients in megatron-core. The functions here take tensors and number
 on the rest of ``nemo_aligner``'s model code.
 
 ``backend.py`` makes megatron-core use the CPU when its modules are imported, with gloo in place of
-NCCL. ``matmuls.py`` gives large matmuls to oneDNN, keeps batch-invariant ones in a fixed order,
-and manages the memory that malloc keeps. ``kernels.py`` compiles ``kernels.c``: attention, norms,
-RoPE and SwiGLU for scoring, which ``models`` calls. ``kernel_delta.py`` does the same for linear
-attention by ``gated_delta.c``; both C files share ``vectors.h``.
+NCCL. ``matmuls.py`` gives large matmuls to oneDNN, keeps batch-invariant ones in a fixed order, and
+manages the memory that malloc keeps. ``kernels.py`` compiles ``kernels.c``: attention, norms, RoPE
+and SwiGLU for scoring, which ``models`` calls. ``kernel_delta.py`` does the same for linear
+attention with ``gated_delta.c``; both C files share ``vectors.h``.
 
-Attention of packs, which ``models/attention/backends.py`` chooses among:
+Attention over packs, in three modules that ``models/attention/backends.py`` chooses among:
 
-- ``kernel_attention.py`` scores by ``kernels.c``, in one pass over a sequence's keys.
-- ``block_attention.py`` scores by torch, in blocks at fixed positions. It is used for soft caps,
+- ``kernel_attention.py`` scores with ``kernels.c``, in one pass over a sequence's keys.
+- ``block_attention.py`` scores with torch, in blocks at fixed positions. It is used for soft caps,
   and where ``kernels.c`` does not compile.
-- ``training_attention.py`` trains by torch's flash attention, whose operators, and the merging of
-  their partial results, are in ``flash_attention.py``.
+- ``training_attention.py`` trains with torch's flash attention; ``flash_attention.py`` has its
+  operators and merges their partial results.
 """

@@ -10,12 +10,12 @@ of its keys. So all sequences that share the span (in a shared prefix) compute t
 call, with one copy of its keys. The results for the spans and for the remaining keys are merged by
 their log-sum-exp, in order of position.
 
-The query heads of a group lie one after the other in a block, because they share keys. Blocks with
-the same number of keys share a call. The dtype is fp32: in narrower dtypes, torch's kernel chooses
-between two matmuls by the size of the whole call, so results would depend on the batch.
+The query heads of a group are adjacent in a block, because they share keys. Blocks with the same
+number of keys share a call. The dtype is fp32: in narrower dtypes, torch's kernel chooses between
+two matmuls by the size of the whole call, so results would depend on the batch.
 
-``plan_blocks`` makes a pack's plan once, and ``attend_in_blocks`` computes a layer by it. Where
-``kernels.c`` compiles, ``kernel_attention.py`` is faster and is used instead.
+``plan_blocks`` plans a pack once, and ``attend_in_blocks`` computes each layer from that plan.
+Where ``kernels.c`` compiles, ``kernel_attention.py`` is faster and is used instead.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def attend_in_blocks(
         query: ``[T, groups, repeats, c]``, contiguous: for each group its query heads, after RoPE.
         key, value: ``[C + T, groups, c]`` of the cached tokens and of the pack's tokens.
         plan: the pack's plan for layers with these heads and this window.
-        scale: factor of the scores; None is ``c ** -0.5``.
-        soft_cap: limit of the scores (Gemma 2); None is no limit.
+        scale: factor of the scores; None means ``c ** -0.5``.
+        soft_cap: limit of the scores (Gemma 2); None means no limit.
         sinks: logits ``[heads]`` of attention sinks; None if there are none.
 
     Returns:
@@ -156,8 +156,8 @@ class _Outputs:
     def join_sinks(self, targets: Tensor, sinks: Tensor) -> None:
         """Merge the sinks ``[heads]`` into the output rows ``targets``, which are whole blocks.
 
-        A sink is one more key with a value of zeros. Because of the blocks, torch computes a row by
-        the same exponential in every pack.
+        A sink is one more key with a value of zeros. Because the rows are whole blocks, torch
+        computes each row with the same exponential in every pack.
         """
         zeros = self.out.new_zeros(1, 1).expand(len(targets), self.out.size(1))
         self.add(targets, zeros, sinks.to(self.out.dtype)[targets % len(sinks)])

@@ -1,4 +1,4 @@
-"""Attention for scoring on a CPU by ``kernels.c``, in one pass over a sequence's keys.
+"""Attention for scoring on a CPU with ``kernels.c``, in one pass over a sequence's keys.
 
 A token's output is bit-identical in every batch. Where there is no C compiler,
 ``block_attention.py`` is used, which is slower: it pads queries to blocks, and merges the results
@@ -62,7 +62,7 @@ def attend_by_kernel(
             query heads, after RoPE.
         key, value: ``[T, groups, c]`` of the pack's tokens, in any strides.
         pooled: the cached tokens; None if the pack neither reads nor stores any.
-        scale: factor of the scores; None is ``c ** -0.5``.
+        scale: factor of the scores; None means ``c ** -0.5``.
         window: keys that a query sees, its own included; None is all before it.
         sinks: logits ``[heads]`` of attention sinks in fp32; None if there are none.
 

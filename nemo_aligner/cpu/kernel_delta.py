@@ -1,6 +1,6 @@
-"""Linear attention (Gated DeltaNet) for scoring on a CPU, by ``gated_delta.c``.
+"""Linear attention (Gated DeltaNet) for scoring on a CPU, with ``gated_delta.c``.
 
-It computes what ``models/linear_attention.py`` computes by torch, from the outputs of the input
+It computes what ``models/linear_attention.py`` computes with torch, from the outputs of the input
 projection to the inputs of the output projection, in one pass over memory. A token's output is
 bit-identical in every batch, because every chunk is computed separately.
 """
@@ -106,8 +106,8 @@ class DeltaLayer:
             states: ``[n, h, r, k, v]`` fp32 states that ``parents`` counts; None if they are 0.
 
         Returns:
-            States ``[end - start, h, r, k, v]`` behind the chunks. Behind a chunk that its sequence
-            does not fill they are uninitialised.
+            States ``[end - start, h, r, k, v]`` after the chunks. They are uninitialised after a
+            chunk that its sequence does not fill.
         """
         after = torch.empty(end - start, *self._states)
         kernels.call(

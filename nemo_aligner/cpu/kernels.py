@@ -1,9 +1,9 @@
-"""Compile the C files when first needed, and call their functions: parts of a layer for scoring.
+"""Compile the C files when first needed, and call their functions to score parts of a layer.
 
-``kernels.c`` has attention and elementwise operations; ``gated_delta.c`` has linear attention.
+``kernels.c`` computes attention and elementwise operations; ``gated_delta.c`` linear attention.
 
-The functions are for inference on a CPU in fp32 and bf16. They pass over memory once, where torch
-needs several passes. torch's attention also uses MKL for its matmuls, and MKL uses AVX-512 only on
+The functions are for inference on a CPU in fp32 and bf16. They need one pass over memory, where
+torch needs several. torch's attention also uses MKL for its matmuls, and MKL uses AVX-512 only on
 Intel's processors. Without a C compiler torch computes everything.
 """
 
@@ -78,7 +78,7 @@ def call(name: str, *arguments: Any, source: str = KERNELS) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute RMSNorm of ``x [..., c]`` by ``weight [c]``, returned in ``dtype``."""
+    """Compute RMSNorm of ``x [..., c]`` with ``weight [c]``, returned in ``dtype``."""
     x = x.contiguous()
     norm, out = _norm(x, weight, eps, dtype)
     width = x.size(-1)
@@ -96,7 +96,7 @@ def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
     """Compute ``x += added`` in place, both ``[..., c]`` and contiguous, ``x`` in fp32.
 
     Args:
-        norm: a reference to a ``_Norm``, by which the sum is also normed; None is no norm.
+        norm: a reference to a ``_Norm``, which also norms the sum; None means no norm.
     """
     width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
     call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)

@@ -1,4 +1,4 @@
-"""Matmuls on a CPU: large ones by oneDNN, batch invariant ones, and malloc settings for both."""
+"""Matmuls on a CPU: large ones with oneDNN, batch invariant ones, and malloc settings for both."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# Linear layers by oneDNN.
+# Linear layers with oneDNN.
 #
 # torch gives fp32 matmuls to MKL, which uses AVX-512 only on Intel's processors. On an AMD Zen 5
-# oneDNN is about twice as fast. It compiles a kernel for every new shape,
-# which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few
-# sizes, and the last chunk is padded with zeros.
+# oneDNN is about twice as fast. It compiles a kernel for every new shape, which takes half a
+# millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few sizes, and the
+# last chunk is padded with zeros.
 
 # oneDNN is faster than MKL for matmuls of at least this many rows and FLOPs.
 _FEWEST, _LARGE = 8, 2**22
@@ -79,7 +79,7 @@ def _is_large(input: Tensor, weight: Tensor) -> bool:
 
 
 def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` with oneDNN, fp32 on a CPU.
+    """Multiply ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` with oneDNN, fp32 on a CPU.
 
     Few chunk sizes are used, because oneDNN compiles a kernel for each.
     """
@@ -92,7 +92,7 @@ def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``input [N, i]`` times ``weight [o, i]`` -> ``[N, o]``, by the faster library."""
+    """Multiply ``input [N, i]`` by ``weight [o, i]`` -> ``[N, o]``, with the faster library."""
     if _is_large(input, weight) and is_slow_with_mkl():
         return linear_in_chunks(input, weight)
     return F.linear(input, weight)
@@ -133,9 +133,9 @@ def training_row_multiple(count: int) -> int:
     """Return the multiple to which training pads a pack of ``count`` tokens: at most a sixteenth.
 
     Packs then have at most sixteen sizes between two powers of two. oneDNN keeps up to 1,024
-    compiled matmuls, each for one size. If every pack has a size of its own, these never serve
-    twice, and what they hold lies between freed tensors, which thus leave gaps: a run of hundreds
-    of steps took twice the memory, and malloc searched the gaps for a third of the time.
+    compiled matmuls, each for one size. If every pack had its own size, no compiled matmul would be
+    used twice, and the memory that they hold would fragment the heap: a run of hundreds of steps
+    took twice the memory, and spent a third of its time on malloc's search for free blocks.
     """
     return 1 << max(count.bit_length() - 5, 0)
 

@@ -6,7 +6,7 @@ a shared prefix, in the pack or cached, attend to the prefix in one more call. A
 results are merged by their log-sum-exp, and each part's backward pass needs only the merged output
 and log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 
-``plan_calls`` lists a pack's calls once, and ``attend_by_calls`` computes a layer by them.
+``plan_calls`` lists a pack's calls once, and ``attend_by_calls`` computes each layer with them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Block:
 
     Attributes:
         is_causal: queries and keys are the same tokens, under a causal mask.
-        window_left: limit by a window: query i of n sees key j of m if ``j - i >= m - n -
-            window_left``. None is no limit.
+        window_left: limit by a window: query i of n sees key j of m if
+            ``j - i >= m - n - window_left``. None means no limit.
     """
 
     queries: slice
@@ -67,7 +67,7 @@ def attend_by_calls(
     Args:
         sinks: logits ``[heads]`` of attention sinks; None if there are none.
         calls: the pack's calls from ``plan_calls``.
-        scale: factor of the scores; None is ``c ** -0.5``.
+        scale: factor of the scores; None means ``c ** -0.5``.
     """
     return _PackedAttention.apply(query, key, value, sinks, tuple(calls), scale)
 

@@ -44,7 +44,7 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
     Each new pair is a prompt with one of its replies, chosen, and a reply to another prompt,
     rejected: the non-contextual triplets of Liu et al. 2024, "RRM: Robust reward model training
     mitigates reward hacking", arXiv:2409.13156, section 3. Each reply is drawn from both replies of
-    its pair, chosen and rejected, so that length and style are no hint at the label. The same file,
+    its pair, chosen and rejected, so that length and style do not hint at the label. The same file,
     share and seed give the same lines. ``output`` gets only the new pairs, not those of ``source``.
 
     Raises:

@@ -134,7 +134,7 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
 def list_first(items: Sequence[object], limit: int) -> list[str]:
     """Render the first ``limit`` items as indented lines, one an item, for an error message.
 
-    If there are more items, a last line says how many were left out.
+    If there are more items, a last line says how many more.
     """
     lines = [f"  {item}" for item in items[:limit]]
     left = len(items) - limit
@@ -188,7 +188,7 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     limit = f"{rule.section}max_malformed={rule.max_fraction:g}"
     if rule.action is Malformed.drop:
         return f"{limit} allows {rule.max_fraction:.2%} of a file. Fix the data, or raise the limit"
-    advice = f"fix the data, or drop these records by {rule.section}malformed=drop"
+    advice = f"fix the data, or drop these records with {rule.section}malformed=drop"
     if max(map(malformed_fraction, files)) > rule.max_fraction:
         return f"{advice} (but {limit} allows {rule.max_fraction:.2%} of a file)"
     return advice
@@ -261,7 +261,7 @@ class EncodedRecord(NamedTuple):
 def encode_record(
     record: Record, encode: Callable[[Sequence[Text]], list[Item]]
 ) -> list[Item] | MalformedRecord:
-    """Encode the samples of a record by ``encode``, which raises DataError to reject a sample.
+    """Encode the samples of a record with ``encode``, which raises DataError to reject a sample.
 
     Returns:
         The encoded samples; or a ``MalformedRecord`` that names the sample that was rejected.

@@ -133,7 +133,7 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) that identifies the data, by which a resumed run detects a change.
+        """sha256 (hex) that identifies the data, from which a resumed run detects a change.
 
         The hash covers token ids, labels and ranks; for several files, it covers their digests.
         """
@@ -173,7 +173,7 @@ class TokenizedDataset:
         return replace(self.select(range(min(count, len(self)))), reports=[])
 
     def draw(self, count: int, seed: int) -> TokenizedDataset:
-        """Draw ``count`` records at random by ``seed``; keep all if there are fewer.
+        """Draw ``count`` records at random with ``seed``; keep all if there are fewer.
 
         The drawn records keep their order. The reports still describe all records of the files.
         """
@@ -207,9 +207,10 @@ class TokenizedDataset:
     def sharing_by(self, length_dependent_rope: Callable[[int], int]) -> TokenizedDataset:
         """Return the same data, where samples of a record share a prefix only if RoPE allows it.
 
-        In LongRoPE, long samples have other rotations, and so other hidden states, from the first
-        token on. Samples can share a prefix only if ``length_dependent_rope``, which maps a length
-        to the number of its RoPE (``ModelShape``), gives the same number for all of them.
+        With LongRoPE, long samples have different RoPE frequencies, and so different hidden states,
+        from their first token on. Samples can share a prefix only if ``length_dependent_rope``,
+        which maps a length to the number of its RoPE (``ModelShape``), gives the same number for
+        all of them.
         """
         lengths, numbers = np.unique(
             self.sequences.lengths(0, len(self.sequences)), return_inverse=True
@@ -226,7 +227,7 @@ class TokenizedDataset:
         return "\n".join(report.table() for report in self.reports)
 
     def overview(self) -> str:
-        """Render what a run prints on each file at its start, in fewer rows than ``table``."""
+        """Render the report that a run prints on each file at its start, shorter than ``table``."""
         return "\n".join(report.overview() for report in self.reports)
 
 
@@ -469,7 +470,7 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
         if size == 0:
             raise ConfigError(
                 f"model.data.data_prefix.train_weights: no record of file {number} is kept, so an "
-                "epoch cannot take any. The table of the file above says why; leave it out"
+                "epoch cannot take any. The file's table above says why. Remove the file"
             )
         if share == 0:
             raise ConfigError(

@@ -23,7 +23,7 @@ from nemo_aligner.utils.errors import DataError
 #
 # All pairs of an item (a question, a sum, a word) are either training or held-out pairs, so that
 # held-out prompts ask about nothing that a training prompt asks about. In exactly half of the pairs
-# of each kind the better reply is the shorter one, so that length is no hint.
+# of each kind the better reply is the shorter one, so that length does not hint at the label.
 
 
 def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int = 1) -> str:

@@ -3,8 +3,8 @@
 A file may be gzipped. The content of a file decides how it is read, not its name. A line that is
 not a JSON object is malformed, and the other lines are read; a file without any object is an error.
 ``tables.py`` reads the tables that are text. ``read_lines`` reads a whole file; ``BlockFile`` reads
-a file in blocks, so that memory does not grow with its size. ``readers.py`` makes records of the
-objects.
+a file in blocks, so that memory does not grow with its size. ``readers.py`` turns the objects into
+records.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _describe_error(raw: str, error: Exception) -> str:
     if "\r" in raw.strip():
         # JSON escapes a carriage return inside a string, so this one is a line end.
         return (
-            "its lines end with a carriage return without a line feed. Convert them by "
+            "its lines end with a carriage return without a line feed. Convert them with "
             "`tr '\\r' '\\n'`"
         )
     near = raw[max(0, error.pos - 20) : error.pos + 20]
@@ -470,6 +470,6 @@ def _advise_pyarrow(conversion: str, path: str) -> str:
     if target == path:
         target = str(Path(path).with_suffix(".converted.jsonl"))
     return (
-        f"Install it by {install_command('tables')}, or convert the file by this line of Python: "
+        f"Install it with {install_command('tables')}, or convert the file with this Python line: "
         f"{conversion.format(path=path, target=target)}"
     )

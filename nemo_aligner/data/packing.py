@@ -280,7 +280,7 @@ class PrefixGroup:
 
     @property
     def weight(self) -> int:
-        """Number of tokens that the group takes of a pack's budget (``_measure_weight``)."""
+        """Number of tokens that the group takes from a pack's budget (``_measure_weight``)."""
         return _measure_weight(
             self.size, len(self.members), self.prefix, _count_cached(self.cached)
         )

@@ -1,8 +1,9 @@
 """Templates with a place for the prompt, in the syntax of Python's ``str.format``.
 
-NeMo RL (``prompt_file``) and OpenRLHF (``input_template``) fill in their templates by
-``str.format``: ``{}`` or ``{0}`` is the prompt, and ``{{`` and ``}}`` are braces of the text. By
-another rule a model would be trained on other prompts than those that its policy answers.
+NeMo RL (``prompt_file``) and OpenRLHF (``input_template``) fill in their templates with
+``str.format``: ``{}`` or ``{0}`` is the prompt, and ``{{`` and ``}}`` are braces of the text. With
+any other syntax, a reward model would be trained on other prompts than those that the policy
+answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the records of a data file, in any of the formats.
 
-``open_file`` finds the format of a file, and returns ``FileRules``, which make records of lines,
+``open_file`` finds the format of a file, and returns ``FileRules``, which turn lines into records,
 and the file's blocks, which training tokenizes one by one. ``read_records`` and ``parse_file`` read
 a whole file for evaluation and ``nemo-aligner data``. ``clean.py`` decides which records are
 dropped.
@@ -53,7 +53,7 @@ class ReaderConfig:
     """Rules by which files are read.
 
     Attributes:
-        kind: kind of records that files must have; None takes comparisons and ratings.
+        kind: kind of records that files must have; None accepts comparisons and ratings.
         format: ``auto``, or the name of a format in ``formats/``.
         attributes: label columns of ratings, in order; if empty, ratings have no labels.
         loss_mask_val: number that stands for a missing label, like null.
@@ -85,7 +85,7 @@ class ReaderConfig:
         ``section`` is the prefix of the settings in errors, such as ``model.data``.
 
         Raises:
-            ConfigError: a prompt file cannot be read, or ``check_template`` refuses a template.
+            ConfigError: a prompt file cannot be read, or ``check_template`` rejects a template.
         """
         return cls(
             format=settings.format,
@@ -164,7 +164,7 @@ def read_records(
 
 @dataclass(frozen=True)
 class FileRules:
-    """Rules that make records of the lines of one file, once its format is known.
+    """Rules that turn the lines of one file into records, once its format is known.
 
     The rules are pickled and sent to the processes that tokenize blocks of the file.
 
@@ -229,7 +229,7 @@ class FileRules:
 
 
 def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
-    """Find the format of a file; return the rules that make records of it, and its blocks.
+    """Find the format of a file; return the rules that turn it into records, and its blocks.
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
@@ -305,8 +305,8 @@ def _have_different_prompts(record: Comparison) -> bool:
 # Text around the prompts of a file: a system prompt, instructions, or a raw text.
 #
 # System prompt and instructions come from files, as for data sets of NVIDIA-NeMo/RL
-# (``system_prompt_file``, ``prompt_file``). A raw text is made by a template like OpenRLHF's
-# ``input_template``. Instructions and templates are those of ``prompt_template.py``.
+# (``system_prompt_file``, ``prompt_file``). A template like OpenRLHF's ``input_template`` makes a
+# raw text. Instructions and templates have the syntax of ``prompt_template.py``.
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class PromptWrapping:
         ``section`` is the prefix of the settings in errors; empty for options of a command.
 
         Raises:
-            ConfigError: a file cannot be read, or ``check_template`` refuses a template.
+            ConfigError: a file cannot be read, or ``check_template`` rejects a template.
         """
         prefix = section and f"{section}."
         system = _read_template(settings.system_prompt_file, f"{prefix}system_prompt_file")

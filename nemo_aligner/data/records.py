@@ -1,8 +1,9 @@
 """Comparison and Rating, the preference records of all formats; and how records are written.
 
 ``formats/`` make records of the lines of a file. Training tokenizes them (``tokenize.py``),
-evaluation scores them. This module also has the keys by which duplicate prompts and contradicting
-verdicts are found, rows of held-out rewards, and the conversion of Python values to lines of JSON.
+evaluation scores them. This module also computes the keys that identify duplicate prompts and
+contradicting verdicts, builds rows of held-out rewards, and converts Python values to lines of
+JSON.
 """
 
 from __future__ import annotations
@@ -226,8 +227,9 @@ def text_names(record: Record) -> list[str]:
     return [f"rank {rank}" for rank in record.ranks]
 
 
-# Characters that Unicode has as letters or symbols, but that fonts draw as nothing: Hangul fillers
-# and the braille pattern without dots; and marks that only change the character before them.
+# Characters that Unicode classifies as letters or symbols, but fonts draw as nothing: Hangul
+# fillers and the braille pattern without dots; and marks that only change the character before
+# them.
 _DRAWN_AS_NOTHING = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | frozenset(
     map(chr, (*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
 )
@@ -243,7 +245,7 @@ def is_blank(text: str) -> bool:
     )
 
 
-# Two raw texts with a common beginning of this many characters are taken to share a prompt.
+# Two raw texts with a shared prefix of at least this many characters are taken to share a prompt.
 _MIN_SHARED_CHARACTERS = 20
 
 
@@ -252,8 +254,8 @@ def prompt_key(record: Record) -> str:
 
     Records with the same key have the same prompt. Raw text does not show where its prompt ends, so
     the prompt of a raw pair is guessed: it is the complete lines with which both samples begin. If
-    they share no complete line, it is their common beginning, provided that this has at least
-    ``_MIN_SHARED_CHARACTERS``. Otherwise the key is made of both whole samples.
+    they share no complete line, it is their shared prefix, provided that this has at least
+    ``_MIN_SHARED_CHARACTERS``. Otherwise the key is made from both whole samples.
     """
     first = record.texts[0]
     if isinstance(first, str):
@@ -458,7 +460,7 @@ def _write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
             except DataError as error:
                 raise DataError(f"record {count}: {error}") from error
             except (ValueError, RecursionError) as error:
-                raise DataError(f"record {count}: it is no JSON object: {error}") from error
+                raise DataError(f"record {count}: it is not JSON object: {error}") from error
     return count
 
 

@@ -193,7 +193,7 @@ def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
 # two reference distances:
 #
 # * the largest distance from the median among the column's labels, after the farthest hundredth of
-#   them is left out (at least three labels, at most a quarter of all);
+#   them is excluded (at least three labels, at most a quarter of all);
 # * the distance of the median from zero. (If both reference distances are 0, 1 is used instead.)
 #
 # The first distance keeps outliers few: a long tail has none, and if every fiftieth label is at the
@@ -248,7 +248,7 @@ def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[
     ordered = (present - median).abs().sort().values
     excluded = min(max(_MIN_OUTLIERS, int(_OUTLIER_FRACTION * len(ordered))), len(ordered) // 4)
     reach = max(float(ordered[len(ordered) - 1 - excluded]), abs(median)) or 1.0
-    # A missing label is NaN, and NaN > x is False, so it is no outlier.
+    # A missing label is NaN, and NaN > x is False, so it is not an outlier.
     for index in torch.nonzero((column - median).abs() > _MIN_RATIO * reach).flatten().tolist():
         value = float(column[index])
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
@@ -433,7 +433,7 @@ class FileReport:
     def table(self, most_malformed: int = _SHOWN, *, with_zeros: bool = False) -> str:
         """Render the report: two columns, then the first malformed records and outliers.
 
-        Counts of problems that are 0 are left out, except for the number of dropped records, unless
+        Counts of problems that are 0 are omitted, except for the number of dropped records, unless
         ``with_zeros`` is True.
         """
         always = ("kept", "prompts also in training")
@@ -443,7 +443,7 @@ class FileReport:
     def overview(self) -> str:
         """Render the report with few rows, because a run prints one for every file at its start.
 
-        Related facts share a row. Nothing that points at a problem in the data is left out.
+        Related facts share a row. Nothing that points to a problem in the data is omitted.
         """
         always = ("kept", "prompts also in training")
         rows = {name: value for name, value in self.rows() if value != 0 or name in always}
@@ -555,7 +555,8 @@ def _format_parts(total: int, parts: Mapping[str, int]) -> str:
 def _list_columns(unread: Mapping[str, int]) -> str:
     """List the columns that were not read, each with the number of lines that have it.
 
-    Columns that may belong to the prompt come first, because leaving them out may be a mistake.
+    Columns that may belong to the prompt come first, because a prompt column that is not read is
+    often a mistake.
     """
     ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
     parts = [

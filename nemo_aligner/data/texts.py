@@ -115,8 +115,8 @@ def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
     if reading.pair_keys is not None:
         formats = [format_named(CHAT_PAIRS.name, reading.pair_keys)]
     else:
-        # Leave out COMPARISON_TEXT: its records are two lines with a ``text`` each, so that it
-        # would match any line with a text to score.
+        # Exclude COMPARISON_TEXT: its records are two lines with a ``text`` each, so it would match
+        # any line with a text to score.
         formats = [fmt for fmt in FORMATS.values() if fmt is not COMPARISON_TEXT]
         if ":" in reading.format:
             formats.append(format_named(reading.format, None))

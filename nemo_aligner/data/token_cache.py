@@ -72,7 +72,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FileStat:
-    """Size and times of a file, by which a change of its content is noticed without reading it."""
+    """Size and times of a file, which reveal a change of its content without reading it."""
 
     size: int
     mtime_ns: int
@@ -232,7 +232,7 @@ def _make_hashed_index(
     processes: int = 1,
     show: ShowProgress | None = None,
 ) -> FileIndex:
-    """Call ``make_index`` and hash the file; ``stat`` is the file's before.
+    """Call ``make_index`` and hash the file; ``stat`` is the file's state before.
 
     Raises:
         DataError: the file cannot be read or tokenized, or changed while it was tokenized.
@@ -247,7 +247,7 @@ def _make_hashed_index(
 
 
 def check_unchanged(path: str, previous: FileStat, action: str) -> None:
-    """Raise DataError if a file is no longer as at ``previous``, before the ``action``."""
+    """Raise DataError if a file has changed since ``previous``, while it was ``action``."""
     if FileStat.of(path) != previous:
         raise DataError(
             f"{path}: the file changed while it was {action}. Start again when it is complete"
@@ -376,7 +376,7 @@ def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
     except OSError as error:
         raise DataError(
             f"{path}: its tokens cannot be written to {folder}: {write_problem(folder, error)}. "
-            "Set another folder by model.data.index_dir"
+            "Set another folder with model.data.index_dir"
         ) from error
     say(f"{path}: tokenized in {show_duration(time.monotonic() - start)}")
     return folder

@@ -1,6 +1,6 @@
 """Tokenize the blocks of a data file in several processes, and return them in order.
 
-The processes are started by ``subprocess``. A child of ``multiprocessing`` would run the caller's
+The processes are started with ``subprocess``. A child of ``multiprocessing`` would run the caller's
 main script again (spawn), or inherit the locks and devices that torch holds (fork).
 """
 
@@ -32,7 +32,7 @@ _END_S = 10.0
 def tokenize_blocks(
     blocks: Iterable[Block], rules: TokenRules, processes: int
 ) -> Iterator[TokenizedBlock]:
-    """Tokenize blocks by ``tokenize_block`` in ``processes`` processes; yield results in order.
+    """Tokenize blocks with ``tokenize_block`` in ``processes`` processes; yield results in order.
 
     With fewer than 2 processes, this process does the work itself.
 

@@ -1,7 +1,7 @@
-"""Tokenize one block of a data file: records to arrays of token ids.
+"""Tokenize one block of a data file: turn its records into arrays of token ids.
 
-``token_workers.py`` calls ``tokenize_block`` in several processes, which must not import
-torch: that takes seconds and memory in each. ``token_index.py`` joins the blocks.
+``token_workers.py`` calls ``tokenize_block`` in several processes. They must not import torch,
+which takes seconds and memory in each. ``token_index.py`` joins the blocks.
 
 ``clean.py`` decides what is dropped and counted. This module also counts ties among kept records:
 
@@ -307,7 +307,7 @@ def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.
 def prefix_of_all(sequences: Sequence[Sequence[int] | np.ndarray]) -> int:
     """Count the tokens that all sequences share at the beginning; 0 for a single sequence.
 
-    The prefix is measured by ``common_prefix``.
+    The prefix is measured with ``common_prefix``.
     """
     first, *following = sequences
     return min((common_prefix(first, sequence) for sequence in following), default=0)

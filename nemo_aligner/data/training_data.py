@@ -1,4 +1,4 @@
-"""Data of a training run: its data sets (``TrainingData``), its packs by step (``TrainLoader``).
+"""Data of a training run: its data sets (``TrainingData``) and packs by step (``TrainLoader``).
 
 ``training/prepare.py`` calls ``build_training_data``, which joins the token indexes of the files to
 data sets, adds label means and readout to the scoring contract, and checks that labels fit the
@@ -67,7 +67,7 @@ class TrainingData:
         return "\n".join(dataset.overview() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
-        """Limit every validation set to ``count`` records, drawn by ``seed``; None keeps all."""
+        """Limit each validation set to ``count`` records, drawn with ``seed``; None keeps all."""
         if count is None:
             return self
         validation = [dataset.draw(count, seed) for dataset in self.validation]

@@ -123,7 +123,7 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
 
     Waiting ranks poll with short collectives, because a single collective would time out if the
     function takes long. The function runs in a thread, and must not call collectives. If it raises
-    on one rank, all ranks raise the error, also a SystemExit.
+    on one rank, all ranks raise the error, even a SystemExit.
 
     Args:
         function: what this rank runs; None runs nothing.
@@ -137,7 +137,8 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
     if function is None:
         box.append((None, None))
     else:
-        # Also SystemExit, of a user's code: it would end only the thread, and all ranks would wait.
+        # Catch even a SystemExit from a user's code: it would end only the thread, and all ranks
+        # would wait.
         work = partial(_attempt, function, BaseException)
         Thread(target=lambda: box.append(work()), daemon=True).start()
     wait = _FIRST_WAIT_S

@@ -175,7 +175,7 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
         torch.addmm(to, grad.t(), input, out_dtype=to.dtype, out=to)
 
 
-# A trial finds the chunk sizes with which every row of a matmul has the same bits.
+# A trial finds the chunk sizes with which every row of a matmul is bit-identical.
 
 # Number of different rows in the trial. They repeat, so even a chunk of 64 rows has each row at
 # four positions, whose results are compared.

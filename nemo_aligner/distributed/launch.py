@@ -112,7 +112,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 def single_process() -> Iterator[None]:
     """Create a process group of one rank, for code that converts checkpoints in a single process.
 
-    The group is destroyed at the end of the block. An existing group of one rank is used as it is.
+    The group is destroyed at the end of the block. An existing group of one rank is reused.
 
     Unlike ``launch``, it returns freed memory to the system, because a conversion reads a large
     checkpoint part by part and should never hold much of it.
@@ -222,7 +222,7 @@ def _tear_down(hook: Callable[..., Any]) -> None:
 def _create_store(process: Process, timeout: timedelta) -> dist.Store:
     """Join the rendezvous of the ranks, and return the key-value store that all ranks share.
 
-    The process group is built with this store, and ``fail_once`` exchanges errors by it.
+    The process group is built with this store, and ``fail_once`` exchanges errors through it.
     """
     if process.master is None:
         return dist.HashStore()
@@ -230,7 +230,7 @@ def _create_store(process: Process, timeout: timedelta) -> dist.Store:
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
     # A program may call ``launch`` several times with the same store of the launcher, so each call
-    # uses keys with a prefix of its own.
+    # prefixes its keys differently.
     return dist.PrefixStore(f"launch {next(_LAUNCHES)}", store)
 
 
@@ -310,8 +310,8 @@ def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
-# How long the other ranks may take to end after one has failed: by itself, or after a signal, when
-# they may still be saving.
+# Seconds that the other ranks may take to end after one has failed: on its own, or after a signal,
+# when the others may still be saving.
 _GRACE_S = 30.0
 _SAVING_GRACE_S = 600.0
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

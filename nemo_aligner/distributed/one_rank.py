@@ -53,7 +53,7 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Do nothing: the group holds no resources that ``destroy_process_group`` must free."""
 
-    # Collectives in place need do nothing: the sum over one rank, or a broadcast from this rank,
+    # In-place collectives have nothing to do: the sum over one rank, or a broadcast from this rank,
     # is the tensor itself.
 
     def _do_nothing(self, *unused: Any, **more: Any) -> dist.Work:

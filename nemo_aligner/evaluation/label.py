@@ -2,8 +2,8 @@
 
 ``nemo-aligner data label`` calls ``label_file``. Every teacher scores all replies, part by part.
 The rewards of a finished part are appended to a progress file next to the output, so that the same
-command continues a run that was stopped. Rewards do not depend on the batch, so it writes the same
-file then.
+command continues a run that was stopped. Rewards do not depend on the batch, so a continued run
+writes the same file.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _check_pairs(file: RecordFile) -> None:
 # and those with a list of ranks.
 _TWO_FIELDS = ("chat_pairs", "text_pairs", "hh", "alpaca_pairs", "sharegpt_pairs")
 _RANKED = ("responses", "nemo_rl_preference")
-# Fields that say by how much the chosen reply is better. They do not hold for replies that were
+# Fields that say by how much the chosen reply is better. They no longer hold once the replies are
 # exchanged.
 _MARGINS = ("label_margin", "margin")
 
@@ -402,7 +402,7 @@ def confidence(rewards: np.ndarray) -> float:
     """Compute how sure M teachers are of a pair, from its rewards ``[M, 2]``.
 
     It is the probability, from 0.5 on, that they give the better of the two replies, with their
-    mean margin brought closer to 0 by its standard deviation over the teachers.
+    mean margin shrunk towards 0 by its standard deviation over the teachers.
     """
     margin = abs(float(np.mean(rewards[:, 0] - rewards[:, 1])))
     return float(1 / (1 + np.exp(-max(0.0, margin - _spread(rewards)))))

@@ -34,7 +34,7 @@ _BENCHMARK_SIDES = ("right", "wrong")
 
 @dataclass(frozen=True)
 class Item:
-    """What is scored together: a pair, a rated reply, or a benchmark's prompt with K replies.
+    """Samples that are scored together: a pair, a rated reply, or a benchmark's K replies.
 
     Attributes:
         id: identifier in the benchmark's file; "" for other records.

@@ -47,8 +47,8 @@ class RobustnessRow:
         shift_in_std: ``shift`` in standard deviations of the margins; None if all margins are
             equal.
         absolute_shift: mean absolute change of the reward of a changed reply.
-        unchanged: number of pairs left out because the transformation changes nothing in them.
-        too_long: number of pairs left out because the model would truncate or reject a changed
+        unchanged: number of pairs skipped because the transformation changes nothing in them.
+        too_long: number of pairs skipped because the model would truncate or reject a changed
             reply.
     """
 
@@ -90,7 +90,7 @@ class Robustness:
     Attributes:
         pairs: number of pairs that were drawn and scored again.
         pairs_read: number of pairs that they were drawn from.
-        pairs_of_code: number of pairs left out because their replies are code.
+        pairs_of_code: number of pairs skipped because their replies are code.
         margin_std: standard deviation of the drawn pairs' margins before any change.
         rows: two rows for each transformation: both replies changed, and only the rejected one.
         best_of: best of 1 (a reply picked at random) and best of 2, over all pairs read.

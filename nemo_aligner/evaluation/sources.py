@@ -343,7 +343,7 @@ def open_server(
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
-        ServingError: a nemo-aligner server does not answer, also to a later request in time, or
+        ServingError: a nemo-aligner server does not answer, or answers a later request too late, or
             publishes no scoring contract.
     """
     path, name = _protocol_path(url), hide_password(url)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import ConfigError
 
-# The files to copy. The folder is no package here: Gym imports the copy in its checkout as
+# The files to copy. The folder is not a package here: Gym imports the copy in its checkout as
 # ``resources_servers.reward_model``.
 _FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 

@@ -223,8 +223,8 @@ class RewardModelEnvironment:
     ) -> dict[int, str]:
         """Return the rejected samples whose prompt is at fault: row -> reason.
 
-        Each rejected sample is scored again with a reply that no model rejects. If this is
-        rejected, too, the prompt is at fault.
+        Each rejected sample is scored again with a reply that no model rejects. If it is rejected
+        again, the prompt is at fault.
         """
         if not errors:
             return {}

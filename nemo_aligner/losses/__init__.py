@@ -135,7 +135,7 @@ def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
 def default_step_objective(
     readout: str | None, label_means: Sequence[float], attributes: Sequence[str]
 ) -> Objective:
-    """Build the objective by which evaluation measures rewards of turns and steps.
+    """Build the objective with which evaluation measures rewards of turns and steps.
 
     The head predicts labels if its labels were centred or if it has a readout; it predicts
     probabilities if it was trained with cross-entropy; otherwise it predicts log-odds.

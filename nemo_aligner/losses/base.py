@@ -40,7 +40,7 @@ RIGHT_FROM = 0.5
 class Objective(ABC):
     """Base class of all training objectives. Every member has a default, except abstract ones.
 
-    A loss inherits from ``PairObjective`` or ``RatingObjective``. It overrides a member by a
+    A loss inherits from ``PairObjective`` or ``RatingObjective``. It overrides a member with a
     property, a class attribute or a field with a default. Its fields are settings.
 
     The parameter ``rewards`` of its methods is ``[S, A]``, in the order of ``records``, which hold
@@ -51,7 +51,7 @@ class Objective(ABC):
     Attributes:
         attributes: A names, one for each reward of a sample.
         has_steps: True if a sample has a reward for each of its turns or steps. The scoring
-            contract determines it (``ScoringContract.has_steps``), so it is no setting.
+            contract determines it (``ScoringContract.has_steps``), so it is not a setting.
         record_kind: kind of records that the objective trains on.
         main_metric: metric that ranks checkpoints by default.
     """
@@ -139,8 +139,8 @@ class Objective(ABC):
     def for_measuring(self) -> Objective:
         """Return the objective that measures a data set; most objectives return themselves.
 
-        A loss that training draws at random, record by record, is not measured like that, because
-        its value would depend on the draws.
+        A loss that weighs records at random, for example, is measured without these weights,
+        because its value would depend on the draws.
         """
         return self
 
@@ -299,7 +299,7 @@ class RatingObjective(Objective):
 
 
 def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
-    """Compute the gradient of a batch's mean loss by its rewards, times the number of records.
+    """Compute the mean loss's gradient with respect to the rewards, times the number of records.
 
     This is how a loss over the whole batch (``is_batch_level``) is trained on packs. A training
     step multiplies the rewards of each pack by their rows of this gradient, ``[S, outputs]``, takes
@@ -346,10 +346,10 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
 def add_label_means(rewards: Tensor, labels: LabelColumns, names: Sequence[str]) -> Tensor:
     """Add the means of centred labels to ``rewards [S, A]`` of the attributes ``names``.
 
-    Training subtracts these means from the labels, so the head's outputs are without them.
+    Training subtracts these means from the labels, so the head's outputs do not include them.
 
     Returns:
-        ``[S, A]`` float64, because fp32 would round two rewards to equal ones.
+        ``[S, A]`` float64, because fp32 could round two different rewards to the same value.
     """
     return rewards.double() + torch.tensor(labels.offsets(names), dtype=torch.float64)
 

@@ -17,8 +17,8 @@ from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, c
 from nemo_aligner.losses.soft_labels import SoftLabels
 from nemo_aligner.utils.host_transfer import to_device
 
-# Cumulative probabilities P(0), P(0 or 1), ... of a Poisson distribution with mean 1. Larger counts
-# than 17 are left out: their probability is below 2 ** -53.
+# Cumulative probabilities P(0), P(0 or 1), ... of a Poisson distribution with mean 1. Counts above
+# 17 are omitted: their probability is below 2 ** -53.
 _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range(18))])
 
 

@@ -83,7 +83,7 @@ class BradleyTerry(SoftLabels, PairObjective):
         length_bias: b, which makes the loss ``L(m + b * log(n_better / n_worse))`` with the tokens
             n of the replies. The added term explains what lengths predict, so that the reward need
             not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards
-            Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
+            Shen et al. 2023, "Loose lips sink ships"). It is not part of the reward.
         learn_length_bias: learn b, starting at ``length_bias``.
         length_correlation_penalty: factor of the square of Pearson's r between reward and length
             over the whole global batch, which is added to the loss (as in ODIN, Chen et al. 2024,
@@ -259,7 +259,7 @@ class BradleyTerry(SoftLabels, PairObjective):
 def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
     """Compute ``(1 - 2 * max(0, p - 1/2)) ** gamma`` with ``p = sigmoid(-negative_margins)``.
 
-    The factor is computed by its logarithm, because a power would have no gradient where its base
+    The factor is computed from its logarithm, because a power would have no gradient where its base
     underflows to 0.
     """
     # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(negative_margins). For p below 1/2 the
@@ -311,7 +311,7 @@ class TieModel(Objective):
     Attributes:
         tie_parameter: value of the tie parameter, above ``lowest_parameter``; if ``learned``, the
             value to start from.
-        learned: learn the tie parameter, by the scalar x.
+        learned: learn the tie parameter, through the scalar x.
         lowest_parameter: value with which replies with equal rewards are never tied.
     """
 

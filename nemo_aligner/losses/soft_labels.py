@@ -93,7 +93,7 @@ class SoftLabels(Objective):
         scores = teacher[rows].nan_to_num() / self.soft_label_temperature
         chances = scores.masked_fill(~exists, -torch.inf).softmax(dim=1)
         logits = rewards[rows].masked_fill(~exists, -torch.inf).log_softmax(dim=1)
-        # Places beyond a record's samples have the logarithm -inf and the probability 0, whose
+        # Positions beyond a record's samples have the logarithm -inf and the probability 0, whose
         # product would be NaN.
         losses = -(chances * logits.masked_fill(~exists, 0)).sum(dim=1)
         return torch.where(is_soft, losses, 0), is_soft

@@ -61,7 +61,7 @@ class PairRewards:
 
     @property
     def right(self) -> Tensor:
-        """What each pair adds to the number of correct ones, ``[N]`` float64.
+        """Contribution of each pair to the number of correct ones, ``[N]`` float64.
 
         It is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
         """
@@ -69,7 +69,7 @@ class PairRewards:
 
 
 def share_right(margins: Tensor) -> Tensor:
-    """Compute what each pair adds to the number of correct ones, from ``margins [N]``.
+    """Compute each pair's contribution to the number of correct ones, from ``margins [N]``.
 
     Returns:
         ``[N]`` float64: 1 if the margin is positive, 0.5 if it is 0 (a tie), else 0.
@@ -252,7 +252,7 @@ def _length_differences(pairs: PairRewards) -> Tensor:
 
 
 def teacher_agreement(pairs: PairRewards) -> float:
-    """Fraction of pairs of which model and teacher prefer the same reply; NaN without soft labels.
+    """Fraction of pairs where model and teacher prefer the same reply; NaN without soft labels.
 
     A pair counts one half if only one of them gives both replies the same reward.
     """
@@ -286,7 +286,8 @@ def _margins_with_teacher(pairs: PairRewards) -> tuple[Tensor, Tensor]:
 # The 97.5% quantile of the standard normal distribution, for a two-sided 95% interval.
 _NORMAL_QUANTILE = 1.959963984540054
 _BOOTSTRAP_DRAWS = 10_000
-# Most random numbers that a bootstrap holds, and most distinct values of which it draws counts.
+# The most random numbers that a bootstrap holds at once, and the most distinct values for which it
+# draws counts.
 _NUMBERS_AT_ONCE = 2**20
 _MOST_COUNTED = 1000
 
@@ -352,7 +353,7 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
         rows = random.randint(size, size=(draws, size), dtype=np.int32)
         return differences[rows].mean(axis=1)
 
-    # Draw in blocks, so that memory is bounded. They get the random numbers of a single block.
+    # Draw in blocks, so that memory is bounded. The result equals that of a single block.
     at_once = max(1, _NUMBERS_AT_ONCE // (values.size if are_counted else size))
     starts = range(0, _BOOTSTRAP_DRAWS, at_once)
     means = [draw_means(min(at_once, _BOOTSTRAP_DRAWS - start)) for start in starts]

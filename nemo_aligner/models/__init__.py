@@ -11,13 +11,14 @@ after the other) goes through it:
 - ``backbone.py`` has megatron-core's config and layer spec, ``decoder_layer.py`` the layers. Their
   parts are in ``layers.py`` (linear layers, norms), ``activations.py``, ``rotary.py`` (RoPE),
   ``experts.py``, ``expert_rows.py`` and ``router.py`` (mixture-of-experts), and ``lora.py``.
-- ``attention/`` has attention over packs, ``pointwise/`` the kernels between the matmuls.
-- ``pack_context.py`` has what layers need to know of a pack, passed to them as an argument.
+- ``attention/`` computes attention over packs, ``pointwise/`` the operations between the matmuls.
+- ``pack_context.py`` defines ``PackContext``, which tells each layer what it needs to know about a
+  pack.
 - ``step.py`` runs packs through Megatron's schedules: training, scoring, a critic's values.
 
 Modules for optional features and for compatibility: ``cuda_graphs.py`` with ``fixed_sizes.py``
 (CUDA graphs of the decoder), ``activation_offload.py`` (activations in host memory), ``offload.py``
-(an idle model in host memory), ``shared_body.py`` (one body in several models), and
+(an idle model in host memory), ``shared_body.py`` (one body shared by several models), and
 ``internals.py`` (private names of torch and megatron-core).
 """
 

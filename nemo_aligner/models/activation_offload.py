@@ -1,8 +1,8 @@
 """Activation offload: tensors saved for the backward pass stay in host memory until it runs.
 
 While a layer computes, a side stream copies the activations of the layer below it to page-locked
-host memory. In the backward pass the copies come back one layer ahead of their use. So the
-activations of two layers are on the GPU at a time, however many layers there are.
+host memory. In the backward pass the copies come back one layer ahead of their use. So the GPU
+holds the activations of only two layers at a time, however many layers the model has.
 
 torch ships ``torch.autograd.graph.save_on_cpu``, which copies on the compute stream and copies
 weights, too. torchtune's ``OffloadActivations`` copies on a side stream. This module also copies on
@@ -36,10 +36,10 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-# Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
+# Smaller storages, such as a norm's statistics, stay on the GPU: just starting a copy takes 5 us.
 _SMALLEST_BYTES = 2**16
-# Host buffers have at most this many sizes between two powers of two. With few sizes, a buffer that
-# one pack gives back fits the next pack.
+# At most this many sizes of host buffers lie between two powers of two. With few sizes, a buffer
+# that one pack returns is likely to fit the next pack.
 _SIZE_STEPS = 8
 
 
@@ -361,7 +361,7 @@ class ActivationOffload:
 
 
 def offload_activations(model: Any) -> ActivationOffload:
-    """Keep a model's activations in host memory between forward and backward pass from now on.
+    """Keep a model's activations in host memory between its forward and backward passes.
 
     Args:
         model: a ``GPTRewardModel`` before it is wrapped by Megatron's data parallelism.

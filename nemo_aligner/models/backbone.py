@@ -96,7 +96,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
         fp16=precision is Precision.fp16,
-        # Packs differ in length. For that megatron-core requires this dispatcher, even without MoE.
+        # Packs differ in length, and megatron-core then requires this dispatcher, even without MoE.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Gradients are summed over all micro-batches of a step, and divided once by the number
@@ -271,16 +271,16 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
 class _Parts:
     """The classes from which a layer is built, either torch's or TransformerEngine's.
 
-    TransformerEngine fuses a norm with the linear layer behind it. Then ``norm`` is an identity,
-    and ``norm_linear`` includes the norm.
+    TransformerEngine fuses a norm with the linear layer after it. Then ``norm`` is an identity, and
+    ``norm_linear`` includes the norm.
 
     Attributes:
         norm: norm before a linear layer.
         other_norm: norm anywhere else.
-        norm_linear: column-parallel linear layer behind a norm.
+        norm_linear: column-parallel linear layer after a norm.
         row_linear: row-parallel linear layer.
         key_map: maps the name prefix of each norm's module to the prefix that checkpoints use.
-        proj_linear: row-parallel output projection of attention; None is ``row_linear``.
+        proj_linear: row-parallel output projection of attention; None means ``row_linear``.
     """
 
     norm: Any
@@ -293,7 +293,7 @@ class _Parts:
     def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
         """Return the class of the norm before the MLP, and the ``key_map`` of the whole layer.
 
-        A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused,
+        A mixture-of-experts layer has no linear layer right after that norm, so nothing is fused,
         and the norm keeps its own name in checkpoints.
         """
         if shape.one_norm_per_layer:
@@ -319,7 +319,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
         proj_linear=BiasedRowLinear if shape.proj_bias else None,
-        # As with TransformerEngine, checkpoints name a norm after the linear layer behind it.
+        # As with TransformerEngine, checkpoints name a norm after the linear layer that follows it.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             _MLP_NORM: "mlp.linear_fc1.layer_norm_",
@@ -346,7 +346,7 @@ def _transformer_engine_parts() -> _Parts:
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: if it is installed and supports the model.
 
-    Its fused layers support neither norms behind linear layers, nor linear layers without a norm
+    Its fused layers support neither norms after linear layers, nor linear layers without a norm
     before them, nor LoRA, nor linear or latent attention, nor hybrid models, nor output gates, nor
     norms of queries and keys after RoPE, nor the traits of a Gemma 4. The code path that calls them
     supports neither biases of all linear layers, nor one of the output projection alone, nor a
@@ -388,7 +388,7 @@ def layer_spec(
 
 
 def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Make the function by which megatron-core adds a module's output to the residual stream.
+    """Make the function with which megatron-core adds a module's output to the residual stream.
 
     It adds ``multiplier * output``. megatron-core's own function also adds a bias and applies
     dropout, which these models lack. Before 0.19 it would round an fp32 residual stream to the

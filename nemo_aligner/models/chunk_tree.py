@@ -1,10 +1,10 @@
-"""The chunks of 64 tokens of a pack, as a tree, for layers whose state passes along a sequence.
+"""A pack's chunks of 64 tokens, as a tree, for layers that carry a state along a sequence.
 
 Every chunk begins at a multiple of 64 tokens from the start of its sequence, so a token's output
 does not depend on the other sequences of the pack. Sequences that share a prefix share the whole
 chunks of that prefix, so the chunks of a pack form a tree. The last tokens of a prefix, which fill
-no whole chunk, are computed again in a chunk of each sequence. A sequence that begins with a cached
-prefix has its first chunk behind that prefix, and begins with the state from the cache.
+no whole chunk, are computed again in a chunk of each sequence. In a sequence that begins with a
+cached prefix, the first chunk comes after that prefix and starts from the state in the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Level(NamedTuple):
             chunk that precedes it in its sequence. In the first level it is empty; but if the pack
             has cached prefixes, it is p + 1 for a sequence that begins with cached prefix p, and 0
             for a sequence without a cached prefix.
-        stored: ``[m]`` int64, the chunks of this level, counted from ``start``, behind which the
+        stored: ``[m]`` int64, the chunks of this level, counted from ``start``, after which the
             state is stored in the pool; None if there are none.
         slots: ``[m]`` int64 slots of the pool to store these states in.
     """
@@ -48,7 +48,7 @@ class Level(NamedTuple):
 
 
 class RunLevel(NamedTuple):
-    """Runs of chunks that begin behind equally many branches of the tree, numbered consecutively.
+    """Runs of chunks with the same number of branches before them, numbered consecutively.
 
     Attributes:
         start: number of the first run's first chunk.
@@ -69,14 +69,14 @@ class RunLevel(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The chunks of a tree, ordered so that those between two branches follow one another.
+    """The chunks of a tree, ordered so that those between two branches are adjacent.
 
     A kernel computes a whole run in one call, and all runs of a level in the same call. Pairs that
     share their prompts have two levels, however long they are.
 
     Attributes:
         rows, places: as in ``ChunkTree``, for this order of the chunks.
-        levels: runs by the number of branches in front of them.
+        levels: runs by the number of branches before them.
     """
 
     rows: Tensor
@@ -90,12 +90,12 @@ class ChunkTree:
 
     Attributes:
         rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: the
-            ``previous`` rows in front of the chunk, which the convolution needs, and the chunk's
-            own 64; -1 where the sequence has no row. Rows from T on stand for the last
-            ``previous`` tokens of each of the P cached prefixes.
+            ``previous`` rows before the chunk, which the convolution needs, and the chunk's own 64;
+            -1 where the sequence has no row. Rows from T on stand for the last ``previous`` tokens
+            of each of the P cached prefixes.
         places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
-        taken: ``[P]`` int64 slots, in the pool, of the states behind the cached prefixes; None if
+        taken: ``[P]`` int64 slots, in the pool, of the states after the cached prefixes; None if
             the pack has no cached prefix.
         runs: the same chunks in another order, for kernels that compute them by runs; None if no
             such kernel is used.
@@ -121,7 +121,7 @@ class ChunkTree:
         """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
 
         Args:
-            previous: how many rows in front of a chunk the convolution reads: its taps minus 1.
+            previous: how many rows before a chunk the convolution reads: its taps minus 1.
             states: which states the pack reads from the pool, and which it stores there.
             has_runs: also list the runs, which a pack with cached prefixes cannot have.
         """

@@ -30,7 +30,7 @@ from nemo_aligner.utils.processes import is_main
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
-"""Most graphs of a model for scoring, and for training; packs of further sizes run without one."""
+"""Most graphs per model, for scoring and for training each; other packs run without a graph."""
 
 Replay = Callable[[], None]
 
@@ -61,10 +61,10 @@ class DecoderInputs:
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
-        """Return a key for the graph of this pack: packs with equal keys can run by the same graph.
+        """Return a key for this pack's graph: packs with equal keys can run with the same graph.
 
-        It contains everything, besides the values in the tensors, by which kernels are chosen:
-        shapes, fixed sizes, and which pool of cached keys is read.
+        It contains everything that determines the kernels, except for the tensors' values: shapes,
+        fixed sizes, and which pool of cached keys is read.
         """
         segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
@@ -356,8 +356,8 @@ class DecoderGraphs:
 
     Args:
         modules: the modules that ``decode`` runs.
-        why_not: returns why packs cannot run by graphs in training; None if they can.
-        max_graphs: the most graphs for scoring, and the same number for training.
+        why_not: returns why packs cannot run with graphs in training; None if they can.
+        max_graphs: the most graphs for scoring, and also the most for training.
 
     Attributes:
         eager: number of packs that ran without a graph.
@@ -386,11 +386,11 @@ class DecoderGraphs:
 
     @property
     def replayed(self) -> int:
-        """Number of packs that ran by a CUDA graph."""
+        """Number of packs that ran with a CUDA graph."""
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
-        """Tell if packs can run by CUDA graphs now; if not, log the reason once."""
+        """Tell if packs can run with CUDA graphs now; if not, log the reason once."""
         if self._failed:
             return False
         reason = self._why_not() if is_training else None
@@ -401,8 +401,8 @@ class DecoderGraphs:
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
         """Compute the hidden states of a pack that is padded to fixed sizes.
 
-        The pack runs by the graph of its key. A key gets a graph when it occurs for the second
-        time. Until then, and beyond the most graphs, the decoder runs without a graph.
+        A key's graph is captured when the key occurs for the second time, unless there are
+        ``max_graphs`` graphs already. Packs whose key has no graph run without one.
         """
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
@@ -477,7 +477,7 @@ class DecoderGraphs:
 
 
 def why_not_graphed(model: Any) -> str | None:
-    """Return why packs of ``model`` cannot run by CUDA graphs; None if they can."""
+    """Return why packs of ``model`` cannot run with CUDA graphs; None if they can."""
     config = model.config
     sizes = (
         config.tensor_model_parallel_size,
@@ -501,7 +501,7 @@ def why_not_graphed(model: Any) -> str | None:
 
 
 def why_not_graphed_in_training(model: Any) -> str | None:
-    """Return why packs of ``model`` cannot run by CUDA graphs in training; None if they can."""
+    """Return why packs of ``model`` cannot run with CUDA graphs in training; None if they can."""
     config = model.config
     if config.recompute_granularity is not None:
         return "activations are recomputed"
@@ -515,5 +515,5 @@ def why_not_graphed_in_training(model: Any) -> str | None:
         return "data parallel ranks exchange gradients and weights during a pass"
     trained = [parameter for parameter in model.decoder.parameters() if parameter.requires_grad]
     if not trained or any(not hasattr(parameter, "main_grad") for parameter in trained):
-        return "the model's trained weights have no gradient buffers of Megatron"
+        return "the model's trained weights have no Megatron gradient buffers"
     return None

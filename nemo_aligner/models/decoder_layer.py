@@ -1,4 +1,4 @@
-"""Decoder layers that call megatron-core's modules by shorter code paths than its own layers."""
+"""Decoder layers that call megatron-core's modules more directly than its own layers do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PackedLayer(TransformerLayer):
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         parallel_residual: the MLP reads the layer's normed input, not the sum with attention.
         one_norm: the layer has a single norm, whose output both attention and the MLP read.
-        sizes: fields of megatron-core's config that this layer has otherwise than other layers.
+        sizes: fields of megatron-core's config in which this layer differs from the others.
         output: builds a module, from the config and the layer's number, that computes the layer's
             output from the residual stream and ``PackContext.per_layer_inputs``; None for none.
 
@@ -176,10 +176,10 @@ class PackedLayer(TransformerLayer):
 
     @property
     def _has_attend(self) -> bool:
-        """True if the attention module has ``attend``, for all between its two linear layers.
+        """True if the attention module's ``attend`` computes all between its two linear layers.
 
-        Linear and latent attention have it. For megatron-core's SelfAttention, ``PackedLayer``
-        itself computes what is between ``linear_qkv`` and ``linear_proj``.
+        Linear and latent attention have this method. For megatron-core's SelfAttention,
+        ``PackedLayer`` itself computes what lies between ``linear_qkv`` and ``linear_proj``.
         """
         return hasattr(self.self_attention, "attend")
 
@@ -226,8 +226,8 @@ class PackedLayer(TransformerLayer):
 
         Args:
             mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
-                heads, of its key and of its value. With output gates the group has ``2 * repeats +
-                2`` heads: the gates come behind the queries.
+                heads, of its key and of its value. With output gates the group has
+                ``2 * repeats + 2`` heads: the gates come after the queries.
 
         Returns:
             Views ``[T, 1, groups, repeats * c]`` of queries and gates, and ``[T, 1, groups, c]`` of
@@ -331,8 +331,9 @@ class PackedLayer(TransformerLayer):
             kernels.add(hidden, added)
             return hidden
         if self._multiplier != 1:
-            # Round twice, after the multiplication and after the sum. If torch chose, it would fuse
-            # the two for some elements and not for others, depending on their place in a vector.
+            # Round twice, after the multiplication and after the sum. In a single operation torch
+            # would fuse the two for some elements and not for others, depending on their place in a
+            # vector.
             added = added.to(hidden.dtype) * self._multiplier
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 

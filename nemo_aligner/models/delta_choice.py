@@ -1,6 +1,6 @@
-"""Choose the kernels of Gated DeltaNets in training by ``model.linear_attention_kernels``.
+"""Choose the kernels that train Gated DeltaNets, as ``model.linear_attention_kernels`` says.
 
-Those of flash-linear-attention are tried out before the first step.
+A trial on a small pack checks flash-linear-attention's kernels before the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_DEVIATION = 0.05  # relative to the root mean square; rounding to bf16 caus
 
 
 def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelShape) -> None:
-    """Train the Gated DeltaNets of ``model`` by the kernels in ``choice`` from now on.
+    """Make ``model`` train its Gated DeltaNets with the kernels in ``choice``.
 
     Raises:
         ConfigError: they cannot run here, or a trial in the sizes of the layers failed.
@@ -53,7 +53,7 @@ def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelSha
 def check_delta_choice(
     choice: DeltaChoice, shape: ModelShape, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check that the kernels in ``choice`` are there and support the model; nothing is computed.
+    """Check that the kernels in ``choice`` are installed and support the model; compute nothing.
 
     Raises:
         ConfigError: they are not installed, or do not support the model, its dtype or the device.
@@ -95,8 +95,8 @@ def try_kernel(
     """Compare a small pack's outputs and gradients to those of torch.
 
     Some versions of Triton compile kernels that compute wrong gradients; flash-linear-attention
-    rejects those that it knows of in its first backward pass. In the trial it also compiles and
-    times its tiles for these sizes, so the first step need not.
+    rejects those that it knows of in its first backward pass. The trial also makes it compile and
+    time its tiles for these sizes, so the first step does not have to.
 
     Raises:
         RuntimeError: an output or a gradient differs by more than rounding explains.
@@ -134,7 +134,7 @@ def measure_deviations(
     for order, compute in ((tree, by_torch), (runs, by_kernel)):
         leaves = [tensor.clone().requires_grad_() for tensor in tokens]
         with torch.enable_grad():
-            # The last row stands for the rows behind a sample's end, as in linear_attention.py.
+            # The last row stands for the rows beyond a sample's end, as in linear_attention.py.
             chunks = Inputs(*(leaf[order.rows].movedim(1, 3) for leaf in leaves))
             output = compute(chunks).movedim(3, 1).flatten(0, 1)[order.places]
             gradients = torch.autograd.grad((output * factors).sum(), leaves)

@@ -98,7 +98,7 @@ class Exchange:
 
     @classmethod
     def of(cls, counts: Tensor, group: Any) -> Exchange:
-        """Plan an exchange by ``counts [E]``, this rank's rows for every expert; collective."""
+        """Plan an exchange from ``counts [E]``, this rank's rows for each expert; collective."""
         ranks = group.size()
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=group)

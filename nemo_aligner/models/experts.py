@@ -48,7 +48,7 @@ class MixtureOfExperts(MegatronModule):
         shape: the layer's experts; set on the class, because megatron-core's constructor call does
             not pass it.
         activation: class of the activation between an expert's two matmuls; also set on the class.
-        invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None means no fixed
             number.
     """
 
@@ -88,7 +88,7 @@ class MixtureOfExperts(MegatronModule):
         """Choose experts for the tokens and run them: ``[T, hidden] -> [T, hidden]``.
 
         Args:
-            rows: fixed number of rows of a matmul; None is no fixed number.
+            rows: fixed number of rows of a matmul; None means no fixed number.
             balance: which rows are real tokens, which the router counts; needed in training.
         """
         chosen, weights = self.router(tokens, rows, balance)
@@ -102,7 +102,7 @@ class MixtureOfExperts(MegatronModule):
         return self._sum(total.to(tokens.dtype), rows)
 
     def _share(self, tensor: Tensor) -> Tensor:
-        """Return all rows of ``tensor``, of which sequence parallelism splits the rows.
+        """Return all rows of ``tensor``; gather them if sequence parallelism has split them.
 
         The backward pass sums gradients over the TP ranks, each of which has a part of every
         expert.

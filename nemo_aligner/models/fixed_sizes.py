@@ -17,7 +17,8 @@ from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128
 # An attention kernel launches as many thread blocks for every segment as the longest one needs: one
-# for 128 tokens. Blocks without work end at once, but take time to launch, so padding adds few.
+# for each 128 tokens. Blocks without work end at once, but take time to launch, so padding adds
+# only a few.
 _FEWEST_SEGMENTS, _SHORTEST = 16, 512
 _FEWEST_ROWS, _ROW_FACTOR = 16, 4
 

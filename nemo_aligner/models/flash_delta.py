@@ -1,12 +1,13 @@
-"""The gated delta rule by flash-linear-attention's kernels, for training on a GPU.
+"""The gated delta rule with flash-linear-attention's kernels, for training on a GPU.
 
 Its function ``chunk_gated_delta_rule`` (``fla/ops/gated_delta_rule/chunk.py`` in the package
 fla-core 0.6) computes packed sequences, each from its own initial state, and returns the state
-behind each of them. Gradients flow through both kinds of states. Chunks of 64 tokens begin at the
-start of each sequence, as in ``chunk_tree.py``. So a shared prefix is a sequence of one call, and
-what follows it in the samples are sequences of the next call, which start from its state.
+after each of them. Gradients flow through both kinds of states. Chunks of 64 tokens begin at the
+start of each sequence, as in ``chunk_tree.py``. So one call computes a shared prefix as a sequence,
+and the next call computes the rest of each sample as a sequence that starts from the prefix's
+state.
 
-Scores come from torch all the same; ``linear_attention.py`` says why.
+Scoring always uses torch instead; ``linear_attention.py`` says why.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class DeltaFunction(Protocol):
         v: ``[1, T, h * r, v]`` values, in the same dtype.
         g: ``[1, T, h * r]`` float32 logarithms of the factors that decay the states.
         beta: ``[1, T, h * r]`` float32 write strengths.
-        initial_state: ``[m, h * r, k, v]`` float32 state in front of each sequence; None means 0.
-        output_final_state: return the states behind the sequences, too.
+        initial_state: ``[m, h * r, k, v]`` float32 state before each sequence; None means 0.
+        output_final_state: also return the states after the sequences.
         use_qk_l2norm_in_kernel: divide queries and keys by their L2 norms.
         cu_seqlens: ``[m + 1]`` int64 bounds of the m sequences.
         chunk_indices: ``[n, 2]`` int64 sequence of each chunk, and the chunk's index in it. Without

@@ -1,10 +1,10 @@
-"""Gated delta rule in the chunks of a pack.
+"""The gated delta rule, computed over the chunks of a pack.
 
 Each value head has a state ``S [k, v]``. A token with query q, key k, value v, decay g <= 0 and
 write strength beta changes it to ``S <- exp(g) S + k (beta (v - k^T exp(g) S))^T`` and reads
 ``o = q^T S`` (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464). Chunks of 64 tokens are
-computed by matmuls, as in section 3.3 there; only the state passes from a chunk to the next one
-(``chunk_tree.py``).
+computed with matmuls, as in section 3.3 of that paper; only the state passes from one chunk to the
+next (``chunk_tree.py``).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _TriangularSolve(Function):
     """Solve ``(1 + L) x = right``, with the strict lower triangle L of ``matrix [..., 64, 64]``.
 
     It keeps the inverse, because multiplying by a 64 x 64 inverse takes less time than solving for
-    all columns of ``right [..., 64, c]``, above all in the backward pass.
+    all columns of ``right [..., 64, c]``, especially in the backward pass.
     """
 
     @staticmethod

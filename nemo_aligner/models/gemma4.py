@@ -147,8 +147,8 @@ class Gemma4Attention(MegatronModule):
 class Gemma4Experts(MixtureOfExperts):
     """Dense MLP and experts of a Gemma 4, from the residual stream: ``[T, 1, hidden]`` in and out.
 
-    It computes ``norm(norm(dense(norm(x))) + norm(experts(norm(x))))``; the five norms have weights
-    of their own. ``shared_experts`` is the dense MLP.
+    It computes ``norm(norm(dense(norm(x))) + norm(experts(norm(x))))``; each of the five norms has
+    its own weight. ``shared_experts`` is the dense MLP.
     """
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
@@ -175,8 +175,8 @@ class Gemma4Experts(MixtureOfExperts):
 class Gemma4Output(MegatronModule):
     """Computes a layer's output from the residual stream: ``[T, 1, hidden] -> [T, 1, hidden]``.
 
-    It computes ``scalar * (x + norm(W (gelu(V x) * input)))``, or ``scalar * x`` in a model whose
-    layers have no inputs of their own. Tensor parallelism splits the channels of the input.
+    It computes ``scalar * (x + norm(W (gelu(V x) * input)))``, or ``scalar * x`` in a model without
+    per-layer inputs. Tensor parallelism splits the channels of the input.
 
     Args:
         shape: ``ModelShape.of_layer`` of the layer.
@@ -228,7 +228,7 @@ class Gemma4Output(MegatronModule):
 
         Args:
             inputs: ``[T, 1, L, w]``: for each layer of the model this rank's channels of its input;
-                None in a model without.
+                None in a model without per-layer inputs.
         """
         if self.gate is not None:
             assert inputs is not None
@@ -247,7 +247,7 @@ class PerLayerEmbedding(MegatronModule):
     Tensor parallelism splits the rows of ``table``. All ranks compute ``P e`` and the norm.
 
     Attributes:
-        invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None means no fixed
             number.
     """
 

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA), as a module for megatron-core's layers.
 
 See section 2.1 of DeepSeek-V2, arXiv:2405.04434. megatron-core's own module is not used, because it
-shares no prefixes, and its up projections cannot run in chunks of a fixed number of rows.
+does not support shared prefixes, and its up projections cannot run in chunks of a fixed number of
+rows.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class LatentAttention(MegatronModule):
             return query, keys, rotary_key
         by_head = mixed.unflatten(-1, (self._heads, -1))
         query, part = by_head.tensor_split([latent.key_channels], -1)
-        # Behind the latent come the zeros of heads that were added for tensor parallelism.
+        # After the latent come the zeros of heads that were added for tensor parallelism.
         gathered = self._gather(part.flatten(2))[..., : latent.latent_width]
         keys, rotary_key = gathered.split(sizes, -1)
         return query.flatten(2), keys, rotary_key
@@ -221,7 +222,7 @@ class LatentAttention(MegatronModule):
     def _pad(self, value: Tensor) -> Tensor:
         """Pad values ``[..., v]`` with zeros to the channels of keys.
 
-        FlashAttention 2 and the C file take values of the size of keys only. ``_cut`` removes the
+        FlashAttention 2 and the C file require values as wide as the keys. ``_cut`` removes the
         zeros from the output.
         """
         return F.pad(value, (0, self._latent.key_channels - value.size(-1)))

@@ -46,7 +46,7 @@ def learns(module: torch.nn.Module) -> bool:
 
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
+    """Apply ``weight [o, i]`` to ``input [..., i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
     Other chunk sizes are used where a trial found their results bit-identical.
     """
@@ -303,7 +303,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """Add ``added`` to ``x`` in place by ``kernels.c``, and return the norm of the sum.
+        """Add ``added`` to ``x`` in place with ``kernels.c``, and return the norm of the sum.
 
         Call it only where ``kernels.can_add`` says that the C file supports both tensors.
         """

@@ -1,15 +1,16 @@
 """Linear attention as modules for megatron-core's layers: the base class, and Gated DeltaNet.
 
-megatron-core's own modules are not used, because they share prefixes in no version, and its Gated
-DeltaNet rejects packs in versions 0.16 and 0.17. By default torch computes everything in training
-and on a GPU; on a CPU ``gated_delta.c`` computes a Gated DeltaNet where no gradients are needed.
+megatron-core's own modules are not used, because no version of them supports shared prefixes, and
+its Gated DeltaNet rejects packs in versions 0.16 and 0.17. By default torch computes everything in
+training and on a GPU; on a CPU ``gated_delta.c`` computes a Gated DeltaNet where no gradients are
+needed.
 
-``model.linear_attention_kernels=flash_linear_attention`` trains a Gated DeltaNet on a GPU by the
-kernels of flash-linear-attention (``flash_delta.py``). Scores never come from them, not even those
-of a validation: every process chooses their tiles by timing them, and with the tiles the order of
-the sums, so two ranks, or a server before and after a restart, would compute different rewards.
-They also multiply fp32 in TF32, and round the states that queries read to the dtype of the keys.
-``mamba.py`` has Mamba-2.
+``model.linear_attention_kernels=flash_linear_attention`` trains a Gated DeltaNet on a GPU with the
+kernels of flash-linear-attention (``flash_delta.py``). Rewards are never computed with them, not
+even in validation: every process chooses their tiles by timing, and the tiles determine the order
+of sums, so two ranks, or a server before and after a restart, would compute different rewards. They
+also multiply fp32 in TF32, and round the states that queries read to the dtype of the keys.
+``mamba.py`` implements Mamba-2.
 """
 
 from __future__ import annotations
@@ -206,9 +207,9 @@ class LinearAttention(MegatronModule):
         """Read from the prefix cache what a sequence needs to continue one of P cached prefixes.
 
         Returns:
-            ``mixed`` with ``P * previous`` more rows, those in front of the chunks, which have only
-            the convolution's inputs; and states ``[1 + P, h, r, k, v]``: zeros, then those behind
-            the cached prefixes. Without cached prefixes, ``mixed`` itself and None.
+            ``mixed`` with ``P * previous`` more rows, those before the chunks, which have only the
+            convolution's inputs; and states ``[1 + P, h, r, k, v]``: zeros, then those after the
+            cached prefixes. Without cached prefixes, ``mixed`` itself and None.
         """
         slots = _tree_of(context).taken
         if slots is None:
@@ -219,12 +220,12 @@ class LinearAttention(MegatronModule):
         return torch.cat([mixed, rows]), torch.cat([torch.zeros_like(states[:1]), states])
 
     def write_pool(self, level: Level, states: Tensor, mixed: Tensor, context: PackContext) -> None:
-        """Store in the prefix cache the states behind those chunks of ``level`` that it keeps.
+        """Store in the prefix cache the states after those chunks of ``level`` that it keeps.
 
         The convolution's inputs at the last tokens of these chunks are stored, too.
 
         Args:
-            states: the states behind all chunks of ``level``.
+            states: the states after all chunks of ``level``.
         """
         if level.stored is None or level.slots is None:
             return
@@ -275,7 +276,7 @@ class GatedDeltaNet(LinearAttention):
     key head their values, output gates, write strengths and decays, in this order.
 
     Attributes:
-        delta_kernel: computes the gated delta rule in training; None means by torch.
+        delta_kernel: computes the gated delta rule in training; None leaves it to torch.
     """
 
     delta_kernel: FlashDelta | None = None
@@ -290,7 +291,7 @@ class GatedDeltaNet(LinearAttention):
         runs = _tree_of(context).runs
         if runs is None:
             raise ValueError(
-                "flash-linear-attention got a ChunkTree without runs. Make it by "
+                "flash-linear-attention got a ChunkTree without runs. Build it with "
                 "ChunkTree.of(..., has_runs=True)."
             )
         inputs, gates = self.compute_inputs(_rows_of_chunks(_with_empty_row(mixed), runs.rows))
@@ -328,7 +329,7 @@ class GatedDeltaNet(LinearAttention):
         return inputs, gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
 
     def infer_by_kernel(self, mixed: Tensor, context: PackContext) -> Tensor | None:
-        """Compute the result of ``attend`` by ``gated_delta.c``, in one pass over ``mixed``.
+        """Compute the result of ``attend`` with ``gated_delta.c``, in one pass over ``mixed``.
 
         None on a GPU, with gradients, and where the file does not support the sizes.
         """
@@ -375,7 +376,7 @@ def advance_levels(intra: Any, levels: Sequence[Level]) -> Tensor:
 def _tree_of(context: PackContext) -> ChunkTree:
     if context.chunks is None:
         raise ValueError(
-            "linear attention got a PackContext without chunks. Make them by ChunkTree.of."
+            "linear attention got a PackContext without chunks. Build them with ChunkTree.of."
         )
     return context.chunks
 

@@ -87,7 +87,7 @@ class LoraAdapter(torch.nn.Module):
         """Compute ``scale * B A x``, which the linear layer adds to its output.
 
         Args:
-            rows: fixed number of rows of a matmul, from ``rows_now``; None is no fixed number.
+            rows: fixed number of rows of a matmul, from ``rows_now``; None means no fixed number.
             context: the pack's context, whose dropout keys are needed in training with dropout.
         """
         scale = self.scale
@@ -234,9 +234,9 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 
     The result does not depend on the parallel layout: the full A of each layer is drawn on the CPU
     by its own generator, and every rank takes its part. Query groups of zeros, which may have been
-    added for tensor parallelism, stay without effect: where a row-parallel weight has an input
-    column of zeros, so does A. A column-parallel layer's A is the same on every rank, even on a
-    rank that has only such groups.
+    added for tensor parallelism, continue to have no effect: where a row-parallel weight has an
+    input column of zeros, so does A. A column-parallel layer's A is the same on every rank, even on
+    a rank that has only such groups.
     """
     for number, linear in _list_adapted(model):
         weight = linear.adapter.linear_in.weight
@@ -378,7 +378,7 @@ def _number_samples(records: Records) -> list[tuple[int, int]]:
 
 
 def _hash_numbers(*numbers: int) -> int:
-    """Hash integers into an int64 by SplitMix64."""
+    """Hash integers into an int64 with SplitMix64."""
     mixed = 0
     for number in numbers:
         mixed = ((mixed ^ number) + _STEP) & _MASK

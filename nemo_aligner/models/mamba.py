@@ -4,7 +4,7 @@ Each head has a state ``S [n, p]``. A token with input x [p], time step dt > 0, 
 and C [n] of the head's group changes it to ``S <- exp(dt A) S + B (dt x)^T``, with a learned A < 0,
 and reads ``y = C^T S + D x`` (Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060, section
 7). This is linear attention with a query C, a key B and a value dt x, without the delta rule's
-correction. Chunks are computed by matmuls, as in section 6 there.
+correction. Chunks are computed with matmuls, as in section 6 of that paper.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Mamba2(LinearAttention):
     ) -> Tensor:
         gate, skipped = gates
         gated = (output + skipped) * F.silu(gate)
-        # The norm comes behind the gate, and takes its statistics over the heads of a group.
+        # The norm comes after the gate, and takes its statistics over the heads of a group.
         mean = gated.square().mean((2, 4), keepdim=True)
         weight = self.norm_weight.float().view(*gated.shape[1:3], 1, -1)
         normed = gated * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight

@@ -1,4 +1,4 @@
-"""PackContext: all that a decoder's layers know of a pack besides its hidden states.
+"""PackContext: all that a decoder's layers know about a pack, except for its hidden states.
 
 It also defines ``Balance``, the part of the context that routers of MoE layers read.
 """
@@ -17,12 +17,12 @@ from nemo_aligner.models.rotary import Tables
 
 @dataclass(frozen=True)
 class Balance:
-    """What a router needs to know of a pack to count its load and weight its auxiliary loss.
+    """The facts about a pack with which a router counts its load and weights its auxiliary loss.
 
     Attributes:
         records: number of the pack's records, each of which the auxiliary loss counts once.
         tokens: how many rows of the layer's MLP are real tokens, over all tensor parallel ranks.
-            They come first, and filler behind them. 0 for an empty pack, which is added so that all
+            They come first, and filler after them. 0 for an empty pack, which is added so that all
             expert parallel ranks have equally many packs.
         losses_per_record: how many losses of each record the step's mean counts. Megatron divides
             the gradient of the auxiliary loss by the same count, so the router scales it up by this
@@ -36,7 +36,7 @@ class Balance:
 
 @dataclass(frozen=True, eq=False)
 class PackContext:
-    """All that a decoder's layers know of a pack besides its hidden states.
+    """All that a decoder's layers know about a pack, except for its hidden states.
 
     ``GPTRewardModel`` makes one in each forward pass, and megatron-core hands it to every layer as
     ``packed_seq_params``. A layer passes it on as an argument, so a layer that is recomputed gets
@@ -44,7 +44,7 @@ class PackContext:
 
     Attributes:
         segments: the segments that attention sees.
-        read_rows: ``[R]`` int64 rows that the head reads; the last layer computes only these behind
+        read_rows: ``[R]`` int64 rows that the head reads; the last layer computes only these after
             its attention.
         balance: which tokens routers count, in every layer but the last.
         balance_of_read_rows: which tokens the last layer's router counts.

@@ -229,7 +229,7 @@ def _by_blocks(weight: Tensor) -> Tensor:
 
 
 def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
-    """Return ``[out, in / 2]`` uint8: the nearest of NF4's values, the first of a pair in front."""
+    """Return the nearest NF4 codes, two in a byte ``[out, in / 2]``, the first in the high bits."""
     table = torch.tensor(NF4_VALUES, device=weight.device)
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.empty(weight.size(0), weight.size(1) // 2, dtype=torch.uint8, device=table.device)
@@ -241,7 +241,7 @@ def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
     return codes
 
 
-# The tables are made once for each device: a weight reads them in every matmul, and to copy them to
+# The tables are made once for each device: a weight reads them in every matmul, and copying them to
 # a GPU each time would make the host wait.
 
 

@@ -121,7 +121,7 @@ class QuantizedLayer:
             self.store_weight(weight)
 
     def _outline(self) -> Tensor:
-        """Return a tensor of one element's memory, from which ``read_outline`` gets the weight."""
+        """Return a one-element stand-in for the weight, from which ``read_outline`` computes it."""
         outline: Any = torch.zeros(1, dtype=self._dtype).expand(self._size)
         outline.quantized_layer = self
         return outline

@@ -34,7 +34,7 @@ class HeadLayer(torch.nn.Module):
         in a forward pre-hook for weights that are still being gathered.
 
         Args:
-            rows: fixed number of rows of a matmul, from ``rows_now``; None is no fixed number.
+            rows: fixed number of rows of a matmul, from ``rows_now``; None means no fixed number.
         """
         if rows is None:
             return F.linear(hidden, self.weight, self.bias)
@@ -50,7 +50,7 @@ class RewardHead(HeadLayer):
     Attributes:
         learned: trained scalars of the training objective, see ``add_learned_scalars``; None if
             the objective has none.
-        invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None means no fixed
             number.
     """
 

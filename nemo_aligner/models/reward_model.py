@@ -82,10 +82,10 @@ class GPTRewardModel(GPTModel):
         lora_dropout: dropout of the inputs of LoRA's adapters in training.
 
     Attributes:
-        length_dependent_rope: the method of ``ModelShape``, by which the packer tells which
+        length_dependent_rope: the method of ``ModelShape``, from which the packer tells which
             sequences may share a prefix.
         has_states: some layers have linear attention, whose states the prefix cache stores, too.
-        graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
+        graphs: CUDA graphs of the decoder, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
         delta_kernel: computes the Gated DeltaNets in training, see ``use_delta_kernel``.
@@ -155,12 +155,12 @@ class GPTRewardModel(GPTModel):
             attach_adapters(self, shape.lora, lora_dropout)
 
     def embedding_modules(self) -> list[torch.nn.Module]:
-        """List the modules in front of the first layer that this stage has, with all embeddings."""
+        """List this stage's modules that come before its first layer, with all embeddings."""
         modules = [self.embedding] if self.pre_process else []
         return modules + ([] if self.per_layer_embedding is None else [self.per_layer_embedding])
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
-        """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.
+        """Run packs with CUDA graphs if that is possible; otherwise log the reason.
 
         Packs are then padded to fixed sizes (``fixed_sizes.py``).
 
@@ -228,8 +228,7 @@ class GPTRewardModel(GPTModel):
     def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
         """Compute the hidden states that the head reads.
 
-        All that it uses of a pack is in the tensors and sizes of ``inputs``, as CUDA graphs
-        require.
+        It reads only the tensors and sizes in ``inputs``, as CUDA graphs require.
         """
         positions, dtype = inputs.positions, self.config.params_dtype
         embedded = self._embed(inputs.tokens, positions) if self.pre_process else None
@@ -306,7 +305,7 @@ class GPTRewardModel(GPTModel):
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         if self.training and self.config.recompute_granularity == "full":
-            # Reentrant checkpointing returns gradients only if an input requires one. Behind a
+            # Reentrant checkpointing returns gradients only if an input requires one. After a
             # frozen embedding none does.
             embedded.requires_grad_()
         return embedded
@@ -342,7 +341,7 @@ class GPTRewardModel(GPTModel):
     def new_key_value_pool(self, slots: int, states: int = 0) -> KeyValuePool:
         """Allocate a pool for this rank's layers and heads, in the model's dtype.
 
-        With latent attention it has latents, which all tensor parallel ranks keep whole.
+        With latent attention it stores latents, and every tensor parallel rank has all of them.
 
         Args:
             slots: number of tokens whose keys and values, or latents, fit.
@@ -416,7 +415,7 @@ def _states_of(batch: PackedBatch) -> StateUse:
     if len(states.taken) != prefixes:
         raise ValueError(
             f"a pack has {prefixes} cached prefixes and {len(states.taken)} cached states. Linear "
-            "attention needs a state behind each prefix: pass CachedPrefix.state."
+            "attention needs a state after each prefix: pass CachedPrefix.state."
         )
     return states
 

@@ -47,7 +47,7 @@ class Rotation:
         scale: factor by which cosines and sines are multiplied; None is 1.
         of_longer: returns the frequencies ``[r]`` of long sequences, given the number above 0 that
             ``ModelShape.length_dependent_rope`` returns; None if they are the same for all lengths.
-        fp32: what is in fp32 in a model of 16 bits, see ``ModelShape.rope_fp32``.
+        fp32: what stays in fp32 in a 16-bit model, see ``ModelShape.rope_fp32``.
     """
 
     frequencies: Tensor

@@ -40,9 +40,9 @@ class Router(torch.nn.Module):
         aux_loss_coeff: factor of the load-balancing loss, ``E * sum(f_e * P_e)`` of a pack, with
             the fraction ``f_e`` of choices and the mean probability ``P_e`` of each of E experts
             (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The step's loss is the mean
-            over all records, where each record has the loss of its pack. As in megatron-core,
-            choices are those by scores alone, without bias and groups, and sigmoid scores of a
-            token are divided by their sum to be its probabilities.
+            over all records, where each record has the loss of its pack. As in megatron-core, these
+            are the choices that the scores alone would make, without bias and groups, and a token's
+            sigmoid scores are divided by their sum to become its probabilities.
         expert_bias: ``[E]`` fp32, added to the scores for the choice of experts; a buffer, which is
             never trained. None without.
         norm: norm of the tokens, whose output is then divided by the root of the hidden size, as
@@ -115,7 +115,8 @@ class Router(torch.nn.Module):
             scores = self._add_balance_gradient(scores, chosen, balance)
         weights = self._weigh(scores.gather(-1, chosen))
         if self.expert_scale is not None:
-            # Expand first: each element then gets one gradient, so no order of a sum is undefined.
+            # Expand first: each element then gets a single gradient, so no sum has an undefined
+            # order.
             weights = weights * self.expert_scale.float().expand_as(scores).gather(-1, chosen)
         if self.shared_gate is None:
             return chosen, weights
@@ -175,8 +176,9 @@ class Router(torch.nn.Module):
         factor = self.aux_loss_coeff * balance.losses_per_record * balance.records * count / top_k
         slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
         if self._shape.is_sigmoid:
-            # Here ``slope`` is the loss's derivative by probabilities, the scores divided by their
-            # sum. Convert it to the derivative by scores.
+            # Here ``slope`` is the loss's derivative with respect to the probabilities, which are
+            # the scores divided by their sum. Convert it to the derivative with respect to the
+            # scores.
             values = scores.detach()[:counted]
             total = values.sum(-1, keepdim=True) + _LEAST_TOTAL
             slope = (slope - (values / total * slope).sum(-1, keepdim=True)) / total

@@ -13,9 +13,9 @@ from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 class StatePool:
     """Memory for ``slots`` snapshots, for every linear attention layer of this rank.
 
-    A snapshot is what a layer needs to continue a sequence behind a chunk: the states of its value
+    A snapshot is what a layer needs to continue a sequence after a chunk: the states of its value
     heads, and the inputs of the convolution at the last tokens. The pool is allocated once. The
-    prefix cache keeps track of which slot has the snapshot behind which prefix.
+    prefix cache keeps track of which slot holds which prefix's snapshot.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StatePool:
 
         Returns:
             States ``[n, h, r, k, v]`` fp32: for each of this rank's h key heads and its r value
-            heads a matrix of k key channels by v value channels. And the inputs of the convolution
+            heads a matrix of k key channels by v value channels. Then the inputs of the convolution
             at the last tokens, ``[n, taps - 1, h, c]`` in the model's dtype: the convolution reads
             ``taps`` tokens at a time, and c channels (query, key and values) for each key head.
         """

@@ -53,7 +53,7 @@ def forward_backward(
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
         loss: a function of a micro-batch's rewards; or, if the loss depends on all rewards of the
-            step together, its gradient by these, ``[rows, A]`` float32 on the host
+            step together, its gradient with respect to them, ``[rows, A]`` float32 on the host
             (``losses.base.reward_gradient``).
 
     Returns:
@@ -121,7 +121,7 @@ def infer_in_parts(
 
 
 def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """Return into how many parts to split the inference of ``num_tokens``; equal on all ranks.
+    """Return how many parts to split the inference of ``num_tokens`` into; equal on all ranks.
 
     The pipeline drains between two parts, so each part needs enough packs to keep the stages busy.
     """
@@ -176,7 +176,7 @@ def gather_rewards_later(
 ) -> Arriving[Tensor]:
     """Start ``gather_rewards``, and return at once; the result's ``wait`` returns the rewards.
 
-    So the host can prepare the next step while the GPU still computes.
+    Meanwhile the host can prepare the next step.
     """
     return to_host_later(_gather_on_device(rewards, batches, shape, layout))
 
@@ -364,6 +364,6 @@ def _forward_step(
 
 
 def _loss_of_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Return a loss whose gradient by ``rewards [S, A]`` is ``gradient``, and the record count."""
+    """Return a loss that has this ``gradient`` at ``rewards [S, A]``, and the record count."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

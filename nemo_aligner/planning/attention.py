@@ -49,8 +49,8 @@ def joined_width(shape: ModelShape, plan: Plan, layer: int) -> int:
 
     No CPU kernel trains with a window, so each segment is computed by SDPA
     (``models/attention/one_by_one``), if the window is shorter than the longest segment. Autograd
-    then keeps the outputs of the segments, and what reads the joined output keeps that, too. The
-    kernels of soft caps keep no outputs.
+    then keeps the outputs of the segments, and the operation that reads the joined output keeps
+    that as well. The kernels of soft caps keep no outputs.
 
     Args:
         shape: the result of ``ModelShape.of_layer`` for the layer.

@@ -1,4 +1,4 @@
-"""Formulas for the memory of what only a Gemma 4 has; ``memory.py`` has all others."""
+"""Formulas for the memory of tensors that only a Gemma 4 has; ``memory.py`` has all others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def kept_outside_mixer(
 ) -> tuple[float, float]:
     """Count what a Gemma 4's layer keeps per token, in addition to attention and an MLP.
 
-    The layer's own input is gated, projected and normed. Next to experts, the norms behind the two
-    branches of the MLP keep their inputs, the norms before the experts and the router keep
+    The layer's own input is gated, projected and normed. In layers with experts, the norms after
+    the two branches of the MLP keep their inputs, the norms before the experts and the router keep
     statistics, and a trained router keeps its input in fp32.
 
     Args:

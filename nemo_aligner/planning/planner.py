@@ -297,7 +297,7 @@ class PlanRequest:
         if shape.experts is not None and self.precision == Precision.fp16.value:
             raise ConfigError(
                 "precision: got fp16, but training a mixture-of-experts model in fp16 is untested, "
-                "and training refuses it. Set it to bf16 or fp32"
+                "and training rejects it. Set it to bf16 or fp32"
             )
         return Planner(
             shape,

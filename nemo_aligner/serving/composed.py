@@ -1,8 +1,8 @@
-"""The service of a gateway that combines the rewards of several parts to one reward.
+"""The service of a gateway that combines the rewards of several parts into one reward.
 
 The parts are a reward model (``model``), a judge (``judge``) and Python functions (``parts.py``).
-``Combination`` is the arithmetic; ``ComposedService`` sends samples to the parts, and answers with
-the combined reward and the value of each part.
+``Combination`` does the arithmetic; ``ComposedService`` sends samples to the parts, and answers
+with the combined reward and the value of each part.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
 _REWARD = "reward"
-# When to send a request again whose judge or function has failed, in seconds.
+# Seconds after which a request whose judge or function has failed may be sent again.
 _RETRY_AFTER_S = 1
 _PART_FAILURES = (FailureKind.unscored, FailureKind.unreachable)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The arithmetic that combines P parts to one reward.
+    """The arithmetic that combines P parts into one reward.
 
     Attributes:
         names: names of the parts.
@@ -48,8 +48,8 @@ class Combination:
         gate: with the kind ``gate``, the name of the part that scores every sample.
         margin: with the kind ``gate``, the margin below which all parts score a sample.
         boundary: with the kind ``gate``, the value of the part ``gate`` that separates good
-            responses from bad ones. The margin of the only response to a prompt is its distance to
-            it.
+            responses from bad ones. If a prompt has only one response, the margin of that response
+            is its distance to the boundary.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Combination:
 
         Args:
             names: names of the parts, in the order of the columns that ``combine`` gets.
-            boundary: see ``boundary`` above.
+            boundary: see the attribute ``boundary``.
         """
         weights = tuple(config.weights.get(name, 1.0) for name in names)
         offsets = tuple(config.offsets.get(name, 0.0) for name in names)
@@ -107,11 +107,11 @@ class Combination:
         return margins < self.margin
 
     def combine(self, parts: np.ndarray, is_decided: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Combine parts ``[N, P]`` to one reward for each sample.
+        """Combine parts ``[N, P]`` into one reward for each sample.
 
         Args:
             parts: float64; NaN for a part that is missing.
-            is_decided: ``[N]`` bool, samples whose reward is the part ``gate`` alone.
+            is_decided: ``[N]`` bool, samples whose reward is the part ``gate`` by itself.
 
         Returns:
             Rewards ``[N]`` float32, NaN where a needed part is missing; and what each part adds to
@@ -127,10 +127,10 @@ class Combination:
 
 
 class ComposedService(ScoringService):
-    """Scores by a reward model and other parts, and combines them to one reward.
+    """Scores samples with a reward model and other parts, and combines them into one reward.
 
-    A sample of which a needed part is missing has no reward. If a part has failed, the request may
-    be sent again, so protocols without errors of single rows answer 503.
+    A sample that lacks a part that it needs has no reward. If a part has failed, the request may be
+    sent again, so protocols that cannot report errors of single rows answer 503.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ComposedService(ScoringService):
         states: dict[str, str | None] = {}
         missing: list[str] = []
         services = self._services()
-        # At the same time, because each may take the whole time that a probe has.
+        # Probe all at the same time, because each probe may take as long as its limit allows.
         answers = await asyncio.gather(*(service.probe() for service in services.values()))
         for name, states_of_part in zip(services, answers, strict=True):
             states |= states_of_part
@@ -208,7 +208,7 @@ class ComposedService(ScoringService):
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
         model_rows = await self._score_by_model(request, aside, is_probe)
-        if is_probe:  # a probe tells whether the model accepts the sample; judges cost too much
+        if is_probe:  # only to find out whether the model accepts the sample; judges cost too much
             return replace(model_rows, rewards=np.zeros((len(request.texts), 1), np.float32))
         parts = self._begin_table(model_rows)
         failures = {
@@ -240,7 +240,7 @@ class ComposedService(ScoringService):
         if self._model is None:
             rewards = np.zeros((len(samples), 1), dtype=np.float32)
             return ScoredRows(rewards, {}, np.zeros(len(samples), dtype=bool))
-        # The rows that were refused before are inserted once, by ``answer`` of this service.
+        # Rows that were rejected before are inserted only once, by ``answer`` of this service.
         scored = await self._model.answer(replace(request, refused={}), aside, is_probe)
         if self._model.contract is not None:
             self._note_model(self._model.contract)
@@ -265,7 +265,7 @@ class ComposedService(ScoringService):
     async def _fill_table(
         self, samples: Sequence[Text], parts: np.ndarray, failures: dict[int, RequestError]
     ) -> tuple[np.ndarray, list[dict[str, float]]]:
-        """Score samples by all parts that they need, and note failures.
+        """Score samples with all parts that they need, and record failures.
 
         Args:
             samples: N samples.
@@ -273,7 +273,7 @@ class ComposedService(ScoringService):
             failures: why a sample has no reward, by its number; rows in it are not scored.
 
         Returns:
-            ``[N]`` bool, the samples that the gate's part alone decides; and the judge's
+            ``[N]`` bool, the samples whose reward is the gate's part by itself; and the judge's
             comparisons.
         """
         is_decided = np.zeros(len(samples), dtype=bool)
@@ -295,7 +295,7 @@ class ComposedService(ScoringService):
         failures: dict[int, RequestError],
         is_decided: np.ndarray,
     ) -> list[dict[str, float]]:
-        """Score by several parts at the same time the rows that still need them.
+        """Score the rows that still need them with several parts at the same time.
 
         The arguments are those of ``_fill_table``.
         """

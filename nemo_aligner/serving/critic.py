@@ -118,7 +118,7 @@ class CriticService:
         # Training or saving must finish, even if the client that requested it has left. If another
         # call hangs, this waits forever, and ``server.py`` ends the process.
         self._lock.submit(_do_nothing, exclusive=True).result()
-        # Printed first, because closing the batcher does not return if a call for values hangs.
+        # Print this first, because closing the batcher does not return if a call for values hangs.
         warning = _warn_of_unsaved_steps(self._run.learner.step, self._saved_step)
         if warning is not None:
             print(warning, flush=True)
@@ -266,7 +266,7 @@ _MIB = 2**20
 class CriticBackend:
     """Computes values and trains the critic on every rank.
 
-    With a scorer, it computes rewards, too.
+    With a scorer, it also computes rewards.
     """
 
     def __init__(
@@ -295,14 +295,14 @@ class CriticBackend:
         }
 
     def reset_cache(self) -> None:
-        """Do nothing, as ``Backend`` requires the method: the critic has no prefix cache.
+        """Do nothing: ``Backend`` requires this method, but the critic has no prefix cache.
 
         The reward model's backend resets its own cache.
         """
 
     def start(self, ranks: ModelRanks) -> CriticService:
         lines = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
-        # Run a first forward pass before any request: it is slow, and shows whether the model runs.
+        # Run a first forward pass before any request: it is slow, and shows if the model works.
         (values,) = ranks.execute(VALUES, [Row.of([0])])
         if not np.isfinite(values).all():
             raise ServingError(

@@ -1,7 +1,7 @@
 """The models that the server offers over KServe v2: name, tensors, and the function that answers.
 
 The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) serve the same endpoints.
-``reward_endpoints`` builds the endpoints of any ``ScoringService``, so a gateway has them, too. A
+``reward_endpoints`` builds the endpoints of any ``ScoringService``, so a gateway also has them. A
 critic's endpoints are built in ``critic.py``.
 """
 
@@ -22,8 +22,8 @@ from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
-# Requests of up to this many bytes are decoded in the event loop. Larger ones take milliseconds, in
-# which no other request could be answered.
+# Requests of up to this many bytes are decoded in the event loop. Larger ones take milliseconds,
+# during which no other request could be answered.
 _SHORT_BYTES = 64 * 2**10
 # Answers of up to this many rows are encoded in the event loop.
 _FEW_ROWS = 256
@@ -43,8 +43,8 @@ class Endpoint:
         outputs: tensors of its answer.
         answer: computes the output tensors of a request. An error concerns only that request
             (``failure_of``). Any number of calls run at once, all in the front's event loop.
-        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then omit the
-            first dimension, which counts rows. 0 means that the shapes are complete.
+        max_rows: maximum number of rows of a request. The shapes of ``inputs`` and ``outputs`` then
+            omit the first dimension, which counts rows. 0 means that the shapes are complete.
         answer_probe: like ``answer``, for a request that is not counted; None if not supported.
         answer_by_row: like ``answer``, but a row that is rejected does not fail the request; None
             if not supported.
@@ -66,7 +66,7 @@ def reward_endpoints(
 
     Args:
         service: scores the requests.
-        max_rows: most rows of a request.
+        max_rows: maximum number of rows of a request.
         optional_outputs: names of the ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
     """
 
@@ -135,7 +135,7 @@ def contract_endpoint(
 
 
 async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
-    """Decode the tensors of a KServe request; a request of more than 64 KiB in another thread.
+    """Decode the tensors of a KServe request, in another thread if they exceed 64 KiB.
 
     Raises:
         RequestError: the tensors have more than ``max_request_bytes`` bytes.

@@ -51,7 +51,7 @@ class FailureKind(Enum):
     unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
     unknown_model = (404, (), "INVALID_ARG", "NotFoundError", "Validation", None, "fail")
     too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
-    # A judge or function next to the model has no score for the row, and would have none again.
+    # A judge or function next to the model has no score for the row, and a retry would not help.
     unscored = (400, (), "INVALID_ARG", "BadRequestError", "Validation", "judge_failed", "skip")
     # The server is full (busy), or does not answer (unreachable). Both are temporary, so the status
     # is the same. Only after unreachable, a client needs a new handshake before it sends more.
@@ -105,8 +105,8 @@ class FailureKind(Enum):
         return next(kinds, cls.internal)
 
 
-# Rows without a reward that an answer sets aside: they get NaN and a reason, and the others their
-# rewards. Each is a set of kinds of failures; a row with another one fails the whole request.
+# Sets of failure kinds with which a row does not fail its request: the row gets NaN and a reason,
+# and the other rows get their rewards. A row with any other kind fails the whole request.
 NO_ROWS: frozenset[FailureKind] = frozenset()
 REJECTED_ROWS = frozenset({FailureKind.bad_request})
 FINAL_ROWS = frozenset(kind for kind in FailureKind if kind.reaction == "skip")
@@ -166,9 +166,9 @@ def public_failure(error: Exception) -> RequestError:
     return RequestError(text, FailureKind.internal)
 
 
-# Message texts from which a client recognizes the bad row, a wrong token, a request that is too
-# large, and when to try again. The messages have these facts, because Triton sends no status 401 or
-# 413 and no Retry-After. A server must keep them: changed messages would break older clients.
+# Parts of messages from which a client recognizes the bad row, a wrong token, a request that is too
+# large, and when to try again. These facts are in the messages, because Triton sends no status 401
+# or 413 and no Retry-After. Never change the messages of a server: older clients would break.
 
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 # The client adds one of these to the message, because the server does not know what was sent.
@@ -202,13 +202,13 @@ class RefusedError(RequestError):
 
     @property
     def is_too_large(self) -> bool:
-        """Tell whether the request has too many bytes; then smaller requests may be accepted."""
+        """True if the request has too many bytes; then smaller requests may be accepted."""
         is_triton_error = self.status == 400 and bool(_TOO_LARGE.search(self.message))
         return is_triton_error or self.kind is FailureKind.too_large
 
     @property
     def is_unknown_model(self) -> bool:
-        """Tell whether the server has no such model; Triton answers 404, in one case 400."""
+        """True if the server may not have the model: Triton answers 404 or, in one case, 400."""
         return self.status == 404 or self.kind is FailureKind.bad_request
 
     @property

@@ -1,7 +1,7 @@
 """Run the gateway from its settings until it is stopped.
 
-The gateway has no model, so no module that it uses may import torch, which takes seconds and 300
-MB.
+The gateway has no model, so no module that it uses may import torch: that would take seconds and
+300 MB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_aligner.serving.upstream import UpstreamService
 def run_gateway(config: GatewayRunConfig) -> int:
     """Serve every protocol in front of the backends, and return the exit code.
 
-    The gateway starts even if no backend answers; ``/ready`` tells whether one is available.
+    The gateway starts even if no backend answers; ``/ready`` reports whether one is available.
 
     Raises:
         AlignerError: the settings are invalid, or the port is taken.
@@ -66,7 +66,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
 
 
 def build_service(config: GatewayRunConfig, backend_token: str | None) -> ScoringService:
-    """Build the service that scores requests: by the backends alone, or combined with other parts.
+    """Build the service that scores requests: with the backends only, or also with other parts.
 
     Raises:
         ConfigError: the judge's token cannot be read, or a function cannot be imported.

@@ -38,8 +38,8 @@ from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode samples. With one, a long sample would block all others.
 _ENCODERS = 2
-# Most further threads, which begin while samples take long. Each of them slows down all others, as
-# Python runs one at a time; and an encoder in which so many samples hang will not encode others.
+# Maximum number of additional threads, which start while samples take long. Each of them slows down
+# all others, because Python runs one at a time. If so many samples hang, the next ones would, too.
 _MORE_ENCODERS = 16
 # Requests up to this cost are encoded in the event loop, which is faster than waking a thread. The
 # cost is the number of characters or token ids. Each row and turn adds a constant, because even an
@@ -47,8 +47,8 @@ _MORE_ENCODERS = 16
 _SHORT = 2000
 _COST_OF_ROW = 50
 _COST_OF_TURN = 30
-# Most samples of a request that may exceed the time limit. After that many, the request's further
-# samples are not tried.
+# Maximum number of samples of a request that may exceed the time limit. After that many, the other
+# samples of the request are not tried.
 _MOST_SLOW = 3
 
 P = ParamSpec("P")
@@ -143,8 +143,8 @@ class Intake:
         self._encoder = encoder
         self._config = config
         self._has_steps, self._needs_lengths = has_steps, needs_lengths
-        # Built-in templates end always. One that comes from an archive may run forever for some
-        # conversation, so it is never run in the event loop.
+        # Built-in templates always terminate. One that comes from an archive may run forever for
+        # some conversation, so it is never run in the event loop.
         self._has_known_template = bool(name_of(encoder.contract.template))
         seconds, key = config.encode_timeout_secs, f"{config.section}.encode_timeout_secs"
         self._threads = TimedThreads(
@@ -211,7 +211,7 @@ class Intake:
         self._threads.close()
 
     def _is_quick(self, request: ScoreRequest) -> bool:
-        """Tell whether encoding a request takes less time than waking another thread."""
+        """Return whether encoding a request takes less time than waking another thread."""
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         cost_of = len if request.texts is None else self._cost_of_text
         cost = _COST_OF_ROW * len(samples)
@@ -319,7 +319,7 @@ class Intake:
     def _check_add_eos(self, request: ScoreRequest) -> None:
         """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        ``add_EOS`` in a request says whether its sender expects an EOS token after the text. The
+        ``add_EOS`` in a request states whether its sender expects an EOS token after the text. The
         server always follows the contract's rule, so another expectation would mean unexpected
         rewards.
         """
@@ -351,7 +351,7 @@ def _row_error(number: int, error: Exception) -> RequestError:
 async def answer_of(ranks: Future[T], problem: str = "the model failed") -> T:
     """Wait for a result that the ranks compute, and convert an error to a ``RequestError``.
 
-    If the waiting task is cancelled, the computation is cancelled, too.
+    If the waiting task is cancelled, so is the computation.
 
     Raises:
         RequestError: the ranks are lost, so another server has to answer; or they failed, which the

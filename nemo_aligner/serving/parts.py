@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 _WARNING_PAUSE_S = 60.0
 # How to end the hanging calls of a function, for error messages.
 _HANG_ADVICE = "set a timeout for whatever the function waits for, and restart the gateway"
-# Most judgments of one request. With all pairs, their number grows with the square of the rows.
+# Maximum number of judgments of one request. With all pairs, their number grows with the square of
+# the rows.
 _MOST_JUDGMENTS = 2**16
 
 
@@ -56,8 +57,8 @@ class PartScores:
         failures: why a sample has no score, by its number. The kind is ``bad_request`` if the
             sample cannot be scored, ``unscored`` if the part has no score for it, and
             ``unreachable`` if the part is gone or too slow.
-        comparisons: of a pairwise judge: each judgment, in the form of NeMo Gym's
-            ``comparison_results``, with numbers of samples.
+        comparisons: for a pairwise judge, each judgment in the form of NeMo Gym's
+            ``comparison_results``, with the numbers of its two samples.
     """
 
     values: np.ndarray
@@ -100,7 +101,7 @@ def prompt_key(sample: Text) -> str | None:
 
 
 class JudgePart:
-    """Scores conversations by a judge: each response by itself, or in pairs of the same prompt.
+    """Scores conversations with a judge: each response by itself, or pairs with the same prompt.
 
     Attributes:
         name: name of the part.
@@ -110,7 +111,7 @@ class JudgePart:
     name = JUDGE_PART
 
     def __init__(self, client: JudgeClient, config: JudgeConfig, timeout_s: float) -> None:
-        """Score by ``client``; a judgment takes at most ``timeout_s``, with waiting and retries."""
+        """Score with ``client``; ``timeout_s`` limits a judgment, including waiting and retries."""
         self._client, self._config, self._timeout_s = client, config, timeout_s
         self._masked_rows = self._failed_judgments = 0
         self._next_warning = 0.0
@@ -120,7 +121,7 @@ class JudgePart:
         self.rules = {name: getattr(value, "value", value) for name, value in values.items()}
 
     async def score(self, samples: Sequence[Text]) -> PartScores:
-        """Score samples by as many judgments at once as ``judge.max_connections`` allows.
+        """Score samples, with as many judgments at once as ``judge.max_connections`` allows.
 
         Raises:
             RequestError: the samples need more than ``_MOST_JUDGMENTS`` judgments.
@@ -218,8 +219,8 @@ class JudgePart:
     ) -> None:
         """Set the mean score of each sample; a sample with a failed judgment gets none.
 
-        The mean of the remaining judgments would compare the sample with other responses than the
-        rest of its group.
+        The mean of its remaining judgments would be from comparisons with fewer responses, so it
+        could not be compared with the scores of the other samples in the group.
         """
         rewards: dict[int, list[float]] = defaultdict(list)
         for index, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
@@ -252,13 +253,14 @@ Function = Callable[[list[dict[str, Any]]], Sequence[float | None]]
 
 
 class FunctionPart:
-    """Scores samples by a Python function, in threads and with a time limit.
+    """Scores samples with a Python function, in threads and with a time limit.
 
     The function gets a list of ``{"messages": [...]}`` (with ``tools`` and ``documents`` if there
     are any) and ``{"text": ...}``. It returns a number for each; None or NaN means no score.
-    After an ``OSError``, such as of a service that it calls, the same samples may be sent again. A
-    call that hangs in C code, such as a read from a socket, keeps its thread. It does not keep one
-    of ``num_threads``, but after as many hanging calls, further calls fail at once until one ends.
+    After an ``OSError``, such as one from a service that it calls, the same samples may be sent
+    again. A call that hangs in C code, such as a read from a socket, keeps its thread. This thread
+    no longer counts as one of ``num_threads``. But while as many calls as that hang, further calls
+    fail at once.
     """
 
     def __init__(self, name: str, location: str, timeout_s: float, num_threads: int) -> None:

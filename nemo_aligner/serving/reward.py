@@ -37,7 +37,7 @@ from nemo_aligner.serving.scoring import (
 from nemo_aligner.utils.host_transfer import Arriving
 
 _COMPUTE = "compute rewards"
-# The name that answers of ``probe`` and ``statistics`` give this server's main model.
+# The name of this server's main model in the results of ``probe`` and ``statistics``.
 _LOCAL = "local"
 
 
@@ -46,7 +46,7 @@ class RewardBackend:
     """The scorer of a rank, for serving.
 
     ``prepare`` is called before each forward pass, e.g. to move the weights to the GPU. ``name`` is
-    that of the model.
+    the name of the model.
     """
 
     scorer: TokenScorer

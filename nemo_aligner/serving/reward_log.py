@@ -43,7 +43,7 @@ class RewardLog:
 
         Args:
             file: path of the log.
-            num_samples: number of samples that are logged of a window.
+            num_samples: number of samples that are logged per window.
             window: number of rewards after which a new log begins.
             num_old_files: number of earlier logs; older ones are deleted.
 

@@ -106,7 +106,7 @@ def _describe_sharing(models: Mapping[str, RewardScorer]) -> Iterator[str]:
 def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
     """Raise ConfigError if the models in ``files`` do not have the expected fingerprint.
 
-    The check runs before the weights are loaded, which takes long for large ones.
+    The check runs before the weights are loaded, which takes long for large models.
     """
     if expected is not None:
         fingerprint = fingerprint_of_ensemble([read_fingerprint(file) for file in files])
@@ -165,7 +165,7 @@ def run_critic_server(config: ServeCriticConfig) -> int:
 
 
 def _shares_archive(config: ServeCriticConfig) -> bool:
-    """Tell if critic and reward model are loaded from the same archive."""
+    """Return whether critic and reward model are loaded from the same archive."""
     files = (None, config.pretrained_checkpoint.restore_from_path)
     return config.trainer.ppo.combine_rm_and_critic_server and config.rm_model_file in files
 

@@ -48,9 +48,9 @@ FOREIGN_ADVICE = (
 
 @dataclass(frozen=True)
 class TemplateParts:
-    """The texts that the model's chat template writes at the end of a turn and around a sample.
+    """The strings that the model's chat template writes at the end of a turn and around a sample.
 
-    A field is None if the template writes no such text.
+    A field is None if the template writes no such string.
     """
 
     turn_end: TurnEnd | None = None
@@ -104,9 +104,9 @@ class ScoringService(ABC):
             request: the samples; rows in ``request.refused`` get NaN and their reasons.
             aside: kinds of failures for which a row gets NaN and a reason (``ALL_ROWS`` and others
                 in ``failures.py``). A row with another failure fails the whole request.
-            is_probe: whether the request only tests if it can be scored. It is then not counted,
-                and its rewards enter neither the recent rewards nor the statistics of shaping. Only
-                the model's calls and their duration are counted.
+            is_probe: whether the request only tests if its samples can be scored. It is then not
+                counted, and its rewards enter neither the recent rewards nor the statistics of
+                shaping. Only the model's calls and their duration are counted.
 
         Raises:
             RequestError: the request cannot be answered; ``row`` is the row that is at fault.
@@ -126,10 +126,10 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def template_parts(self) -> TemplateParts:
-        """Return the texts that the model's chat template writes after a reply and around a sample.
+        """Return the strings that the chat template writes after a reply and around a sample.
 
         Raises:
-            RequestError: no server publishes these texts.
+            RequestError: no server publishes them.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def find_contract(self) -> ScoringContract | None:
-        """Return the scoring contract; None if the servers publish none, as NVIDIA's NeMo-Aligner.
+        """Return the scoring contract; None if the servers (NVIDIA's NeMo-Aligner) publish none.
 
         Raises:
             RequestError: no server answers, or fetching the contract failed otherwise.
@@ -185,7 +185,7 @@ class ScoringService(ABC):
             The request, and the number of its rows that were completed.
 
         Raises:
-            RequestError: no server publishes the texts of its chat template.
+            RequestError: no server publishes what its chat template writes.
         """
         turn = (await self.template_parts()).turn_end if self._completes_turns else None
         if turn is None:
@@ -215,7 +215,7 @@ class ScoringService(ABC):
             Row number in the request -> how the row differs from the template.
 
         Raises:
-            RequestError: no server publishes the texts of its chat template.
+            RequestError: no server publishes what its chat template writes.
         """
         rows: Sequence[Any] = request.texts or request.token_lists or ()
         raw_rows = {

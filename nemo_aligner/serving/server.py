@@ -34,14 +34,15 @@ from nemo_aligner.serving.protocols.kserve import (
 )
 from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
-from nemo_aligner.serving.triton import TritonDoor, check_triton
+from nemo_aligner.serving.triton import TritonFront, check_triton
 from nemo_aligner.utils.errors import AlignerError, one_line
 
 logger = logging.getLogger(__name__)
 
 _WATCH_SECS = 0.2  # seconds after which a dead rank or Triton is noticed
 _LAST_WORDS_SECS = 1.0  # seconds before the process exits, in which requests get their error
-# Seconds after exit_timeout_secs in which the services end; training and saving get any time.
+# Seconds after exit_timeout_secs in which the services must end. Training and saving may take any
+# amount of time.
 _STOP_SECS = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -153,7 +154,7 @@ class _StopSignals:
         self._writer.close()
 
     def have_arrived(self) -> bool:
-        """Tell whether one of the signals has arrived."""
+        """True if one of the signals has arrived."""
         with suppress(BlockingIOError):
             self._have_arrived |= not set(_STOP_SIGNALS).isdisjoint(self._reader.recv(1024))
         return self._have_arrived
@@ -193,20 +194,20 @@ class _Leader:
         server = FrontServer(front, self._config)
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config)
         server.start(self._listener)
-        door = self._open_triton(endpoints, token, server)
+        triton = self._open_triton(endpoints, token, server)
         # Exclude all objects that exist now from garbage collection, so that collections during
         # large requests do not scan them.
         gc.collect()
         gc.freeze()
         ready.write(url)
         try:
-            self._print_start(url, services, endpoints, token, door)
-            parts = [server.failure, *([door.failure] if door is not None else [])]
+            self._print_start(url, services, endpoints, token, triton)
+            parts = [server.failure, *([triton.failure] if triton is not None else [])]
             self._watch(self._signals.have_arrived, services, parts)
         finally:
             ready.remove()
         front.is_ready = False
-        self._drain(server, door, services)
+        self._drain(server, triton, services)
 
     def _start_services(self) -> Sequence[Service]:
         try:
@@ -218,10 +219,10 @@ class _Leader:
 
     def _open_triton(
         self, endpoints: Sequence[Endpoint], token: str | None, server: FrontServer
-    ) -> TritonDoor | None:
+    ) -> TritonFront | None:
         if self._config.triton_port is None:
             return None
-        return TritonDoor.start(endpoints, self._config, token, server.loop)
+        return TritonFront.start(endpoints, self._config, token, server.loop)
 
     def _print_start(
         self,
@@ -229,7 +230,7 @@ class _Leader:
         services: Sequence[Service],
         endpoints: Sequence[Endpoint],
         token: str | None,
-        door: TritonDoor | None,
+        triton: TritonFront | None,
     ) -> None:
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving at {url} (pid {os.getpid()}); KServe models: {names}", flush=True)
@@ -244,22 +245,22 @@ class _Leader:
             )
         warn_of_open_server(self._config.host, token, f"{self._config.section}.token")
         lines = [line for service in services for line in service.startup_log]
-        for line in [*lines, *(door.startup_log if door is not None else [])]:
+        for line in [*lines, *(triton.startup_log if triton is not None else [])]:
             print(line, flush=True)
 
     def _drain(
-        self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
+        self, server: FrontServer, triton: TritonFront | None, services: Sequence[Service]
     ) -> None:
         end = time.monotonic() + self._config.exit_timeout_secs
         # Triton is stopped first, because the event loop of the front answers its requests.
-        stops = [*([door.stop] if door is not None else []), server.stop]
+        stops = [*([triton.stop] if triton is not None else []), server.stop]
         drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
         drain.start()
         # If a rank dies during the drain, requests in flight fail, because the launcher stops all
         # ranks.
         self._watch(lambda: not drain.is_alive(), services, [])
-        if door is not None:
-            door.close()
+        if triton is not None:
+            triton.close()
         self._report(services)
         self._stop_services(services, end)
 
@@ -344,7 +345,7 @@ def _call_all(stops: Sequence[Callable[[], None]]) -> None:
 
 
 def _die(line: str) -> NoReturn:
-    """Log ``line``, and exit at once with code 1; the other ranks notice it and exit, too."""
+    """Log ``line``, and exit at once with code 1; the other ranks notice it and also exit."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)

@@ -47,12 +47,12 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
 
 
 def is_token(token: str) -> bool:
-    """Tell whether an HTTP header can carry the token: ASCII letters, digits and punctuation."""
+    """Return whether an HTTP header can carry the token: ASCII letters, digits and punctuation."""
     return bool(token) and token.isascii() and token.isprintable() and " " not in token
 
 
 def has_token(sent: Sequence[bytes], token: str) -> bool:
-    """Tell whether a request has exactly one ``Authorization`` header, and the token is right."""
+    """Return whether a request has exactly one ``Authorization`` header, and the right token."""
     if len(sent) != 1:
         return False
     scheme, _, credentials = sent[0].strip().partition(b" ")
@@ -77,7 +77,7 @@ def warn_of_open_server(host: str, token: str | None, key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address can be reached only from this machine."""
+    """Return whether an address can be reached only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

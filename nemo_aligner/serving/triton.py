@@ -128,7 +128,7 @@ def _try_to_listen(host: str, port: int) -> Exception | None:
     return None
 
 
-class TritonDoor:
+class TritonFront:
     """A running Triton server, whose models are the endpoints."""
 
     def __init__(self, triton: Any, log: TritonLog, config: ServerConfig, port: int) -> None:
@@ -146,7 +146,7 @@ class TritonDoor:
         config: ServerConfig,
         token: str | None,
         loop: asyncio.AbstractEventLoop,
-    ) -> TritonDoor:
+    ) -> TritonFront:
         """Start Triton and wait until all endpoints are ready.
 
         Call it in a thread that lives until ``stop`` has returned: Linux ends Triton together with
@@ -173,7 +173,7 @@ class TritonDoor:
         except BaseException:
             log.close()
             raise
-        return TritonDoor(triton, log, config, port)
+        return TritonFront(triton, log, config, port)
 
     @property
     def startup_log(self) -> list[str]:
@@ -220,8 +220,8 @@ class TritonDoor:
 
 # Triton 2.51 puts 16 bytes for each chunk of a request on the stack of an HTTP thread
 # (CVE-2025-23310, CVE-2025-23311). This stack size suffices for a request of 16 million chunks,
-# which costs Triton 1 KB each elsewhere. It is only address space: memory is used for the touched
-# part alone.
+# each of which costs Triton another 1 KB elsewhere. The stack is only address space: memory is used
+# only for the part of it that is touched.
 _STACK_BYTES = 256 * 2**20
 
 
@@ -361,7 +361,7 @@ async def _answer_request(
 
 
 def _sends_token(request: Any, token: str) -> bool:
-    """Tell whether a request has the token in a header; Triton passes headers as parameters."""
+    """Return whether a request has the token in a header; Triton passes headers as parameters."""
     headers = [(name.lower(), str(value)) for name, value in (request.parameters or {}).items()]
     sent = [value.encode() for name, value in headers if name == _TOKEN_HEADER]
     sent += [b"Bearer " + value.encode() for name, value in headers if name == _PYTRITON_HEADER]
@@ -413,7 +413,7 @@ def _is_descendant(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether the process ``pid`` exists and has not ended."""
+    """Return whether the process ``pid`` exists and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

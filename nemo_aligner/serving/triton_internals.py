@@ -9,7 +9,7 @@ from typing import Any
 from nemo_aligner.utils.errors import ServingError
 
 # The function in PyTriton's source ``model.py`` that ``_ERRORS`` redefines. A source without this
-# line is that of another version.
+# line is from another version.
 _REPLACED = (
     b"\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
 )
@@ -67,7 +67,7 @@ def start_in_own_session() -> None:
     """Make PyTriton start Triton's process in a separate session (as by ``setsid``).
 
     torchrun kills the whole process group of this server. In another session, Triton survives that
-    and can drain. PyTriton starts Triton by the library ``sh``, and passes no options to it, so
+    and can drain. PyTriton starts Triton with the library ``sh``, and passes no options to it, so
     this function changes the default of ``sh`` for everything that it starts in this process.
     """
     import sh

@@ -84,7 +84,7 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # Any other rejection is not the sender's fault, e.g. that of the gateway's own token.
+            # Any other rejection is not the sender's fault, e.g. if the gateway's token is wrong.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
@@ -114,14 +114,14 @@ class UpstreamService(ScoringService):
         if contract is None or contract.add_bos or contract.add_eos:
             raise RequestError(
                 "add_special_tokens: got false, wanted true: the model's scoring contract adds BOS "
-                "or EOS to texts that lack them. Send messages, or ask the model's server itself",
+                "or EOS to texts that lack them. Send messages, or query the model's server itself",
                 FailureKind.bad_request,
             )
 
     async def _note_contract(self, contract_hash: str | None) -> None:
         """Fetch the backends' contract if the hash of new rewards differs from the last one.
 
-        The contract has the names and weights of attributes. To fetch it for every answer would
+        The contract has the names and weights of attributes. Fetching it for every answer would
         double the number of requests.
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):

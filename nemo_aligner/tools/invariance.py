@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """Up to which difference a row passes, for one kind of reference.
+    """The largest differences with which a row passes, for one kind of reference.
 
     Attributes:
         reward: largest allowed |difference| of a reward.
@@ -125,7 +125,7 @@ class Limits:
 # it also rounds the residual stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 # The limit in fp32, in the same units of expected rounding error. It is higher, because in fp32 the
-# sums inside a matmul round, too; docs/correctness.md has measurements.
+# sums inside a matmul also round; docs/correctness.md has measurements.
 _FP32_UNITS = 100.0
 
 
@@ -253,7 +253,7 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
-    """Say in one line whether all rows passed; add the worst row and the limit of each kind."""
+    """Report in one line whether all rows passed; add the worst row and the limit of each kind."""
     failed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
     for compared, limit in limits.items():

@@ -1,6 +1,6 @@
 """``nemo-aligner probe``: an overfit test that shows whether training follows its labels.
 
-The command trains on a few records until the model knows them by heart, then trains again on the
+The command trains on a few records until the model has memorized them, then trains again on the
 same records with swapped labels. A trainer that ignores the labels, or mixes them up, fails this
 test.
 """
@@ -97,7 +97,7 @@ def probe(
 
     Args:
         build: builds a learner for some data, from the same initial weights each time.
-        data: few enough records to be learned by heart; see ``few_records``.
+        data: few enough records to be memorized; see ``few_records``.
         steps: number of training steps each time.
     """
     metric = data.objective.main_metric

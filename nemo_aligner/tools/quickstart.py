@@ -361,7 +361,7 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
         try:
             return process.wait(), was_interrupted
         except KeyboardInterrupt:
-            # Keep waiting: the terminal sends Ctrl-C to the command, too, which may have to save
+            # Keep waiting: the terminal also sends Ctrl-C to the command, which may have to save
             # first.
             was_interrupted = True
 

@@ -2,24 +2,24 @@
 
 A training run uses the files in this order:
 
-- ``run.py`` builds the parts, runs the trainer, and exports the best model. ``describe.py`` has the
-  texts that a run prints. ``dry_run.py`` makes every check that needs no weights, and describes
+- ``run.py`` builds the parts, runs the trainer, and exports the best model. ``describe.py`` writes
+  the text that a run prints. ``dry_run.py`` runs every check that needs no weights, and describes
   what the run would do.
 - ``prepare.py`` reads the base checkpoint, resolves and checks the settings, and tokenizes the data
   with ``nemo_aligner/data``.
-- ``build.py`` loads the model, freezes and wraps it, and builds optimizer and learner.
+- ``build.py`` loads the model, freezes and wraps it, and builds the optimizer and the learner.
 - ``resume.py`` checks that the newest checkpoint belongs to the run, and loads it.
   ``run_facts.py`` writes the facts about the run that ``nemo-aligner report`` shows.
 - ``trainer.py`` is the loop: step, validation, save. ``early_stopping.py`` ends a run that no
-  longer improves; ``signals.py`` says when it has to stop (Ctrl-C, SIGTERM, SIGUSR1, time limit).
+  longer improves, and ``signals.py`` stops one early (Ctrl-C, SIGTERM, SIGUSR1, time limit).
 - ``learner.py`` computes one training step or one validation on all ranks. ``nonfinite.py`` finds
   the records that caused a NaN, and ``heldout.py`` writes the rewards of the last validation.
 - ``optimizer.py`` clips gradients, scales the loss and sets the learning rate. ``adamw.py`` updates
   the weights. ``optimizer_state.py`` shards, saves and loads Adam's moments.
 - ``loggers.py`` sends metrics to ``metric_files.py`` (``metrics.jsonl``, CSV, TensorBoard) and
   ``tracking.py`` (W&B, MLflow). ``progress.py`` writes the lines in the terminal, and ``gauges.py``
-  measures GPU and time. ``side_outputs.py`` has the rule by which the errors of all these, except
-  ``metrics.jsonl``, do not end a run.
+  measures GPU and time. An error in any of these outputs, except in ``metrics.jsonl``, does not end
+  a run (``side_outputs.py``).
 
 ``critic.py`` trains the PPO critic of ``nemo-aligner serve-critic``. It uses some of these files,
 but not the loop of ``trainer.py``, because an RL trainer sends it each batch.

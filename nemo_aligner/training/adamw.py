@@ -232,7 +232,7 @@ class MomentStreamer:
             self._all_back.synchronize()
 
     def _copy_up(self, buffer: Tensor, load: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Start to copy the moments ``load`` of one chunk from the host into ``buffer`` on the GPU.
+        """Start copying the moments ``load`` of one chunk from the host into ``buffer`` on the GPU.
 
         Returns:
             Views of ``buffer`` with the shapes of ``load``, and an event at the end of the copy.

@@ -86,8 +86,8 @@ def build_optimized(
         The model in Megatron's data parallel wrapper, and the optimizer of its trained parameters.
 
     Raises:
-        ConfigError: all layers are frozen, warm-up and constant steps leave none for the decay, or
-            the kernels of linear attention cannot be used.
+        ConfigError: all layers are frozen, warm-up and constant steps leave no step for the decay,
+            or the kernels of linear attention cannot be used.
     """
     make_batch_invariant(model, options.invariant_rows)
     if isinstance(options, ModelConfig) and options.activations_offload:
@@ -139,7 +139,7 @@ def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], 
     """Build the function that counts a step's FLOPs over all ranks, from which MFU is computed.
 
     Returns:
-        The function; None if the device's peak FLOP/s is unknown, so that there is no MFU.
+        The function; None if the device's peak FLOP/s is unknown, because MFU is relative to it.
     """
     if known_peak(current_device(), config.precision) is None:
         return None
@@ -162,8 +162,8 @@ def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
     if not pretrained.head_is_new:
         raise ConfigError(
             f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
-            "a reward model, which already has a head. Set pretrained_checkpoint.new_head=true, "
-            "too, to replace it by a new head"
+            "a reward model, which already has a head. To replace it with a new head, also set "
+            "pretrained_checkpoint.new_head=true"
         )
     names = start_from.rm_head_names
     init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

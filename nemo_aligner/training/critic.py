@@ -53,7 +53,7 @@ from nemo_aligner.training.resume import check_may_resume, load_checkpoint, writ
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-_ADVICE = "the weights did not change in this step. Look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights did not change in this step. Check its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class CriticLearner:
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Compute the values ``[tokens]`` float32 of each sequence of token ids, on every rank."""
         # Gather the updated weights on all ranks now. The forward pass would do it, but a rank
-        # without sequences makes no forward pass, and the other ranks would wait for it. Do it here
-        # and not at the end of ``train``, which a step that is not finite leaves by an error.
+        # without sequences runs no forward pass, and the other ranks would wait for it. Do it here
+        # and not at the end of ``train``, which is not reached if a step raises an error.
         self.optimizer.finish_update()
         lengths = [len(sequence) for sequence in sequences]
         local_indices = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
@@ -139,8 +139,8 @@ class CriticLearner:
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
-        # ``merge`` adds the label means, and sums the attributes by their weights, as the reward
-        # server does.
+        # ``merge`` adds the label means, and takes the weighted sum of the attributes, as the
+        # reward server does.
         merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
@@ -186,7 +186,7 @@ class CriticLearner:
         lengths = batch.lengths()
         used = np.flatnonzero(lengths)
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
-        # Copies, because the tokens of a request are in read-only memory, and torch warns of that.
+        # Copy the tokens: those of a request are in read-only memory, about which torch warns.
         sequences = [batch.tokens[row, : lengths[row]].copy() for row in used]
         labels = _labels(batch, used, lengths)
         # A rank without a sequence computes one token with mask 0. It adds nothing to the loss or
@@ -310,7 +310,7 @@ def open_critic(
         CheckpointError: the checkpoint is no reward model, or the folder holds another run.
         ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``;
             ``exp_manager.resume_if_exists`` is false but the folder holds a run; a logger is not
-            installed; or the settings do not fit a model with, or without, a mixture of experts.
+            installed; or a mixture-of-experts model would be trained in fp16.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
@@ -331,7 +331,7 @@ def open_critic(
     pretrained = _load_base(config, contract, layout)
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
-    check_experts(config, shape)
+    check_experts(False, Precision(contract.dtype), shape)
     set_routers(pretrained.model, trained=False, aux_loss_coeff=0.0)
     model, optimizer = build_optimized(
         pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps
@@ -380,9 +380,10 @@ def _load_base(
 def _find_base(path: str, checkpoints: RunCheckpoints) -> str | None:
     """Return the model fingerprint of the reward model from which a critic's run starts.
 
-    It is that of ``path``, so that a run does not resume with the values of another reward model.
-    It is that of the newest checkpoint if the two cannot be compared: an earlier version wrote the
-    checkpoint, the model has no fingerprint, or ``path`` is the archive that this run has saved.
+    Normally, this is the fingerprint of ``path``. A run can then not resume from another reward
+    model, because the fingerprint must be the one in the run's newest checkpoint. The fingerprint
+    in the checkpoint is returned instead if the two cannot be compared: an earlier version wrote
+    the checkpoint, the model has no fingerprint, or ``path`` is the archive that this run saved.
     """
     latest, current = checkpoints.latest(), read_fingerprint(path)
     if latest is None:
@@ -423,8 +424,8 @@ def _resume(
 ) -> RunState:
     """Load the newest checkpoint into ``model`` and ``optimizer``, and return its state.
 
-    If the run has no checkpoint, it loads nothing, and returns ``fresh``, the state before the
-    first step.
+    If the run has no checkpoint, load nothing, and return ``fresh``, the state before the first
+    step.
     """
     checkpoints.clean()
     latest = checkpoints.latest()

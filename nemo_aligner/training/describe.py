@@ -1,4 +1,4 @@
-"""Texts that a training run prints: about the model, the steps, the checkpoints and the result."""
+"""The text that a training run prints about its model, steps, checkpoints and result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
 
-# Only this many steps are checked for even work over the ranks. Work is reported as uneven if the
-# busiest rank has more than this multiple of the mean.
+# Number of steps that are checked for an even distribution of work over the ranks. It is reported
+# as uneven if the busiest rank has more than this multiple of the mean.
 _STEPS_FOR_BALANCE, _UNEVEN_FROM = 20, 1.05
 # Baselines that know only the lengths of the replies: metric of the model -> (metric of the
 # baseline, its description).
@@ -200,7 +200,8 @@ def next_commands(
     return "\n".join(["next:", *lines.values()])
 
 
-# Settings that put text around the prompts of a data file. A server gets finished samples.
+# Settings that add text to the prompts of a data file. A server does not add it: it scores samples
+# as they are.
 _PROMPT_SETTINGS = ("system_prompt_file", "prompt_file", "input_template")
 
 
@@ -220,7 +221,7 @@ def _reading_settings(config: ModelConfig) -> list[str]:
     ]
 
 
-# Texts about the checkpoints of a run.
+# The functions below describe the checkpoints of a run.
 
 _MOST_LISTED = 8
 

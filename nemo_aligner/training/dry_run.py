@@ -1,4 +1,4 @@
-"""Dry run: make every check of a training run that needs no weights, and describe the run."""
+"""Dry run: run every check of a training run that needs no weights, and describe the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPTIMIZER_BYTES = 12
 def check_run(config: TrainConfig, processes: int) -> str:
     """Check a training run on ``processes`` ranks and describe it, without a process group.
 
-    This reads and tokenizes all data. It reads everything of the base checkpoint but the weights.
+    This reads and tokenizes all data. It reads all of the base checkpoint except the weights.
 
     Raises:
         AlignerError: the run would fail before its first step: settings, data, base checkpoint or
@@ -73,7 +73,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
 
 
 def _describe_precision(config: TrainConfig) -> list[str]:
-    """Describe the precision that this machine chooses by default, if a GPU would choose another.
+    """Describe the default precision of this machine, if it would be another one on a GPU.
 
     A user may check a run on a machine without a GPU and train on another one.
     """
@@ -164,7 +164,7 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     return (
         f"estimated memory of the fullest rank: {memory.total / unit:.2f} {name} ({listed})\n"
         f"  {host}with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
-        "and fragmentation need more in addition"
+        "and fragmentation come on top of this"
     )
 
 
@@ -180,7 +180,7 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
         raise ConfigError(
             f"exp_manager.explicit_log_dir: got {config.exp_manager.explicit_log_dir}, wanted a "
             f"folder to write to: {existing} is "
-            f"{'not writable' if existing.is_dir() else 'no folder'}"
+            f"{'not writable' if existing.is_dir() else 'not a folder'}"
         )
     size = 4 if config.precision is Precision.fp32 else 2
     saved = shape.num_parameters()

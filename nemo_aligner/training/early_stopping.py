@@ -45,7 +45,7 @@ class DivergenceWatch:
         mean = sum(self._recent_losses) / self._STEPS
         return (
             f"warning: training diverges: the mean loss of the last {self._STEPS} steps is "
-            f"{mean:.3g}, that of the first step was {self._first_loss:.3g}\n"
+            f"{mean:.3g}, compared with {self._first_loss:.3g} at the first step\n"
             "  stop the run and lower model.optim.lr"
         )
 

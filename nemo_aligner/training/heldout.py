@@ -25,8 +25,8 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError, short
 from nemo_aligner.utils.writing import write_lines
 
-# Most records of a validation set that are written, because every validation rewrites the file.
-# With texts as long as those of HH-RLHF, it has about 6 MB.
+# Maximum number of records that are written per validation set. The number is limited because every
+# validation rewrites the file. With samples as long as those of HH-RLHF, the file takes about 6 MB.
 MOST_RECORDS = 5000
 
 
@@ -34,7 +34,8 @@ class HeldoutRewards:
     """Writes ``<run>/heldout/<set>.jsonl`` in the format of ``evaluate``'s ``output_rewards`` file.
 
     If a set has more than ``most_records`` records, it writes a random sample, always the same one.
-    A tokenized data set has no texts, so the first validation reads them again from the data files.
+    A tokenized data set does not keep the text of its records, so the first validation reads it
+    from the data files again.
     If a file cannot be written, a message is printed, and no rewards are written any more.
     """
 
@@ -53,7 +54,7 @@ class HeldoutRewards:
         self._is_dropped = False
 
     def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
-        """Write the sampled records of a validation set with their texts and rewards.
+        """Write the sampled records of a validation set with their text and rewards.
 
         Args:
             rewards: rewards ``[S, A]`` of all records of the set, with label means added.
@@ -170,7 +171,7 @@ def _numbers_in_line(
 ) -> dict[int, int]:
     """Number the records that come from the same line of a file, from 0.
 
-    A line may have several records. Their texts are found by these numbers.
+    A line may have several records. The number selects the text of the right one.
 
     Returns:
         The number of each ``chosen`` record among the records of its line.

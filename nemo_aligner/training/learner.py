@@ -86,14 +86,15 @@ class RewardLearner:
 
         Args:
             model: the reward model in Megatron's data parallel wrapper.
-            micro_batch_tokens: most tokens of a pack.
+            micro_batch_tokens: maximum number of tokens in a pack.
             query_key_cost: work of attention for one pair of query and key, relative to the other
                 work for one token. With it, packs of long and of short sequences get equal work.
             count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
             keep_heldout: function that gets each validation set and its rewards, to write them to
                 files; None if they are not written.
-            load_size: numbers of layers of a mixture-of-experts model and of experts in a layer, to
-                measure how evenly tokens are spread over the experts; None for other models.
+            load_size: number of layers of a mixture-of-experts model, and number of experts in a
+                layer, to measure how evenly tokens are spread over the experts; None for other
+                models.
         """
         self._ddp = model
         self._load_size = load_size
@@ -216,7 +217,7 @@ class RewardLearner:
         self, local_rewards: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
         """Gather the head's outputs ``[S, outputs]`` for ``records`` from all ranks."""
-        # An objective with quantiles or bins has several outputs of the head for an attribute.
+        # With an objective that uses quantiles or bins, the head has several outputs per attribute.
         shape = (records.num_rewards, self.objective.output_columns.count)
         return gather_rewards(local_rewards, batches, shape, self._layout)
 
@@ -233,7 +234,7 @@ class RewardLearner:
             TrainingError: a reward is not finite.
         """
         # Gather the updated weights on all ranks now. The forward pass would do it, but a rank
-        # without records of a set makes no forward pass, and the other ranks would wait for it.
+        # without records of a set runs no forward pass, and the other ranks would wait for it.
         self.optimizer.finish_update()
         done, total = 0, sum(map(len, sets))
         all_metrics: dict[str, float] = {}
@@ -307,7 +308,7 @@ def _show_share(watch: Watch, done: int, size: int, total: int, share: float) ->
 
 
 def rewards_of_samples(rewards: Tensor, records: Records, rule: Aggregate) -> Tensor:
-    """Combine the rewards ``[S, A]`` of turns or steps to one reward per sample ``[Q, A]`` float64.
+    """Combine the rewards ``[S, A]`` of turns or steps into one per sample, ``[Q, A]`` float64.
 
     They are combined in float32, as evaluation and server do, so that the results are equal.
     """

@@ -101,7 +101,7 @@ class MetricLoggers:
         try:
             self.close(SUCCESS if kind is None else FAILED)
         except CheckpointError:
-            if kind is None:  # otherwise the error of the block says more
+            if kind is None:  # otherwise the error of the block is the one to raise
                 raise
 
     def close(self, status: str = SUCCESS) -> None:
@@ -112,7 +112,7 @@ class MetricLoggers:
         Raises:
             CheckpointError: the last lines of ``metrics.jsonl`` cannot be written.
         """
-        # Close the file last: on a full disk it raises, and the services must be told all the same.
+        # Close the file last: on a full disk it raises, and the services must still get the status.
         try:
             self._for_each_logger(lambda logger: logger.finalize(status))
         finally:
@@ -142,8 +142,8 @@ def build_loggers(
     Args:
         settings: the run's resolved settings, which are logged with the metrics.
         start_step: number of steps that the run has done already.
-        callback: function of the user that is called with all metrics that are logged; None for
-            none.
+        callback: the user's function, which is called with all metrics that are logged; None if
+            there is none.
 
     Raises:
         ConfigError: W&B or MLflow rejects the run, or ``metrics.jsonl`` cannot be written.

@@ -1,12 +1,12 @@
 """Write a run's metrics to files in its folder: ``metrics.jsonl``, CSV and TensorBoard.
 
 ``metrics.jsonl`` has every number, and a resumed run reads it. CSV and TensorBoard have the same
-numbers for other programs. A resumed run computes the steps after its checkpoint again, so each
-file first loses the entries of these steps.
+numbers for other programs. A resumed run computes the steps after its checkpoint again, so it first
+deletes the entries of these steps from each file.
 
-The classes for CSV and TensorBoard have the methods ``log_metrics`` and ``finalize`` of Lightning's
-loggers, which W&B and MLflow have (``tracking.py``). They do without Lightning, because importing
-it takes longer than importing torch, and a run would start that much later.
+The classes for CSV and TensorBoard have the methods ``log_metrics`` and ``finalize``, like the
+Lightning loggers that ``tracking.py`` uses for W&B and MLflow. They do not use Lightning, because
+importing it takes longer than importing torch, and a run would start that much later.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _cut_after(path: Path, last_step: int) -> None:
 class CsvFile:
     """Appends rows to a run's ``metrics.csv``, which has a column for each metric.
 
-    A metric that is new adds a column: the file is written again.
+    A new metric adds a column, for which the whole file is written again.
 
     Opening it deletes the rows of steps after ``start_step``; if that is 0, all rows.
 
@@ -155,8 +155,8 @@ class CsvFile:
 def _read_rows(path: Path, last_step: int) -> list[dict[str, str]]:
     """Read the rows of steps up to ``last_step``, without empty cells.
 
-    A line that was cut off when a run was killed is of a later step: it was written after the last
-    checkpoint.
+    A line that was cut off when a run was killed belongs to a later step: it was written after the
+    last checkpoint.
     """
     if not path.is_file():
         return []

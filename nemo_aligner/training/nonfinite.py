@@ -26,7 +26,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import RewardLoss
 from nemo_aligner.utils.errors import TrainingError
 
-_MOST_NAMED = 5  # most records that an error names
+_MOST_NAMED = 5  # maximum number of records that an error names
 _ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, but fp32 and bf16 hold far larger values"
 
@@ -87,7 +87,7 @@ def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
 def _describe_far_labels(dataset: TokenizedDataset) -> str:
     """Describe the outliers among the labels of the whole data set; empty if there are none.
 
-    The whole set is searched, because an outlier can make the loss of other batches infinite, too:
+    The whole set is searched, because an outlier can also make the loss of other batches infinite:
     it changes the mean that is subtracted from all labels.
     """
     far = far_labels(dataset.records.labels, dataset.label_origins)
@@ -166,7 +166,7 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
             if not _are_finite(record_rewards, record, loss)
         ]
 
-    # A loss of the user's own may fail for a single record.
+    # A custom loss may raise an exception for a single record; then all ranks must raise it.
     blames_by_rank = run_on_all(blame_own_records)
     indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
     # If only the sum of the losses is infinite, and no record's loss is, name all ranks, because
@@ -196,7 +196,7 @@ def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
 def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     """True if all rewards and their loss are finite."""
     total, _ = loss(rewards, records)
-    # Check the rewards, too: the loss ignores a record without labels, even if its reward is NaN.
+    # Also check the rewards: the loss ignores a record without labels, even if its reward is NaN.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
@@ -227,8 +227,8 @@ def gradient_error(
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
-        # All ranks compute the same record at a time. Megatron sums gradients over the ranks, so
-        # different records on the ranks could not be told apart.
+        # All ranks compute the same record at the same time. Megatron sums gradients over the
+        # ranks, so the gradients of different records could not be told apart.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         compute_gradients(packs)

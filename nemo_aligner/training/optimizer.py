@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, for parameters without a multiple (``lr_mult`` of 1)."""
+        """Learning rate of the next step, for parameters whose ``lr_mult`` is 1."""
         return float(self._scheduler.get_lr({"lr_mult": 1.0}))
 
     @property
@@ -112,8 +112,8 @@ class Optimizer:
         """
         overflows, norm = self._measure_gradients()
         if self._loss_scale is not None:
-            # At the lowest loss scale, an overflow is no problem of the scale: the gradient itself
-            # is not finite.
+            # At the lowest loss scale, the scale is not the cause of an overflow: the gradient
+            # itself is not finite.
             skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
             self._loss_scale.update(overflows)
             if overflows:
@@ -124,7 +124,7 @@ class Optimizer:
         factor = self._clip_grad / (norm + _EPSILON)  # clip by norm (Pascanu et al. 2013)
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
-        wait_for_host_copies()  # a save may still copy what changes now
+        wait_for_host_copies()  # a save may still be copying the values that change now
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
         # Each rank has updated only its shards. With ``overlap_param_gather``, the next forward
         # pass gathers the updated weights of each bucket when it reaches the bucket (see
@@ -152,7 +152,7 @@ class Optimizer:
         for index, gradients in enumerate(self._norm_gradients, 1):
             if gradients:
                 # get_total_norm gets one tensor per parameter: on a CPU, a single sum over billions
-                # of squares would lose digits.
+                # of squares would lose precision.
                 sums[index] = get_total_norm(gradients) ** 2.0
         dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
         overflows, *squares = sums.tolist()  # the host waits for the GPU only here
@@ -310,8 +310,8 @@ class LossScale:
 
 # The second part builds the optimizer and its schedule.
 
-# Multiple of the learning rate for scalars that an objective learns, such as the log of a scale,
-# because they have to change much more than weights do.
+# Learning rate multiplier for scalars that an objective learns, such as the log of a scale, because
+# they have to change much more than weights do.
 _OBJECTIVE_LR = 100.0
 
 
@@ -323,7 +323,7 @@ class _Group(NamedTuple):
     Attributes:
         is_expert: the parameters belong to experts of a mixture-of-experts model.
         is_of_objective: the parameters are scalars that the loss learns.
-        lr_mult: multiple of the learning rate.
+        lr_mult: learning rate multiplier.
         decays: the parameters have weight decay; norms and biases do not.
     """
 
@@ -432,7 +432,7 @@ def _group_parameters(
 
 
 def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
-    """Map parameters to their multiple of the learning rate; a parameter without one has 1."""
+    """Map parameters to their learning rate multipliers; a parameter that is missing has 1."""
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
@@ -455,7 +455,7 @@ def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
 class _Scheduler(OptimizerParamScheduler):
     """Megatron's learning rate schedule, multiplied by each group's ``lr_mult``.
 
-    The multiple also applies during warm-up and decay.
+    The multiplier also applies during warm-up and decay.
     """
 
     def get_lr(self, param_group: dict[str, Any]) -> float:

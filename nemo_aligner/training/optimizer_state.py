@@ -32,7 +32,7 @@ _STATE = ("param", *MOMENTS)
 _Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 _Flat: TypeAlias = dict[str, Tensor]
 
-# The first part has the optimizer's state in memory.
+# The first part holds the optimizer's state in memory.
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
     return shards
 
 
-# The second part has the optimizer's state in checkpoints.
+# The second part saves the optimizer's state to checkpoints, and loads it.
 
 
 class ShardedState:
@@ -161,7 +161,7 @@ class ShardedState:
         return self._describe(model_state, self._host) if is_first else {}
 
     def to_load(self, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """Build the request for the rows that overlap with this rank's shards, with their memory.
+        """Request the rows that overlap with this rank's shards, and allocate memory for them.
 
         megatron-core reads a checkpoint into the tensors of the result.
         """

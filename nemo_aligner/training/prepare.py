@@ -19,7 +19,6 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
@@ -139,7 +138,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     shape = _trained_shape(config, base)
     config = _with_limits(config, base.contract)
     config = _resolve_defaults(config, shape, resumed or base.contract)
-    check_experts(config, shape)
+    check_experts(config.model.train_router, config.precision, shape)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     base.tokenizer.check_fits(shape.vocab_size)
@@ -171,7 +170,7 @@ def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Make the checks of settings that need no other file, before anything is built.
+    """Check what can be checked before any file is read and anything is built.
 
     Raises:
         ConfigError: no base checkpoint is set, or the package of a logger is not installed.
@@ -188,7 +187,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _with_local_data(config: TrainConfig) -> TrainConfig:
-    """Replace data sets of the hub by their files, which the first rank of each node downloads."""
+    """Replace data sets of the hub with files, which the first rank of each node downloads."""
     data = config.model.data
     prefix = data.data_prefix
     parts = {"train": prefix.train, "validation": prefix.validation, "test": prefix.test}
@@ -226,9 +225,10 @@ def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelSha
 
 
 def _with_limits(config: TrainConfig, start: ScoringContract | None) -> TrainConfig:
-    """Replace a null ``seq_length`` or ``overlong`` by that of the reward model to start from.
+    """Replace a null ``seq_length`` or ``overlong`` with the value in the contract ``start``.
 
-    A run from a base model (``start`` is None) gets the defaults.
+    ``start`` is the contract of the reward model that training starts from. A run from a base model
+    (``start`` is None) gets the defaults.
     """
     limits = choose_limits(config.model.data, start)._asdict()
     return replace(config, model=replace(config.model, data=replace(config.model.data, **limits)))
@@ -237,7 +237,7 @@ def _with_limits(config: TrainConfig, start: ScoringContract | None) -> TrainCon
 def _resolve_defaults(
     config: TrainConfig, shape: ModelShape, contract: ScoringContract | None
 ) -> TrainConfig:
-    """Replace a null precision or learning rate by a value for this model and machine.
+    """Replace a null precision or learning rate with a value for this model and machine.
 
     A new run from a base model gets a precision that suits the machine. A resumed run, and a run
     that starts from a reward model, keep the precision of their ``contract``, because the precision
@@ -258,18 +258,18 @@ def _resolve_defaults(
     return config
 
 
-def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
-    """Check that the settings fit a model with or without a mixture of experts.
+def check_experts(train_router: bool, precision: Precision, shape: ModelShape) -> None:
+    """Check the settings that depend on whether the model is a mixture-of-experts (MoE) model.
 
     Raises:
         ConfigError: the model has experts and the precision is fp16, which is untested; or
             ``model.train_router`` is set, but the model has no experts.
     """
-    if shape.experts is None and getattr(config.model, "train_router", False):
+    if shape.experts is None and train_router:
         raise ConfigError(
             "model.train_router: got true, but the model has no experts. Set it to false"
         )
-    if shape.experts is not None and config.trainer.precision is Precision.fp16:
+    if shape.experts is not None and precision is Precision.fp16:
         raise ConfigError(
             "trainer.precision: got fp16, but training a mixture-of-experts model in fp16 is "
             "untested. Set it to bf16 or fp32"
@@ -303,8 +303,8 @@ def _build_data(
     # can have changed between two versions of this package.
     previous_contract = resumed if model.data.template in BUILT_IN_TEMPLATES else None
     contract = build_contract(model, base.tokenizer, config.precision, start, previous_contract)
-    # Build the objective first: it may set the contract's ``aggregate``, and then the contract is
-    # compared with that of the reward model to start from.
+    # Build the objective first: it may set the contract's ``aggregate``. Only then can the contract
+    # be compared with that of the reward model that training starts from.
     objective = build_objective(
         model, contract.attributes, contract.attribute_weights, contract.has_steps
     )
@@ -332,8 +332,8 @@ def _build_data(
     scales = (start.reward_scale if start else None, data.contract.reward_scale)
     if scales == (LOG_ODDS, PROBABILITY) and not start_from.new_head:
         say(
-            "note: the reward model to start from predicts log-odds, and this one will predict "
-            "probabilities. model.objective_kwargs.scale=log_odds keeps log-odds"
+            "note: training starts from a reward model that predicts log-odds, but the new model "
+            "will predict probabilities. Set model.objective_kwargs.scale=log_odds to keep log-odds"
         )
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 

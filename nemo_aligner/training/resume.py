@@ -51,7 +51,7 @@ _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
 _TRAIN_ROUTER = "model.train_router"
-# Settings of learning rate multiples. They must not change, because the optimizer's state groups
+# Settings of learning rate multipliers. They must not change, because the optimizer's state groups
 # parameters by them.
 _MULTIPLES = ("head_lr_mult", "layer_lr_decay")
 _DATA = "training data"
@@ -130,7 +130,7 @@ def resumed_state(fresh: RunState, previous: RunState) -> RunState:
 
     Early stopping counts from 0 again if the validation data or the monitored metric has changed,
     because old and new values cannot be compared. If the validation data has changed, the metrics
-    of the checkpoint are dropped, too, so that its step is validated again.
+    of the checkpoint are also dropped, so that its step is validated again.
     """
     state = replace(fresh, step=previous.step, consumed_samples=previous.consumed_samples)
     if not same_validation(previous, fresh):
@@ -186,14 +186,14 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
     differences = show_differences(with_aggregate(stored, aggregate).differences(current))
     fingerprint = {**fresh.fingerprint, _FROZEN: saved.get(_FROZEN), _CONTRACT: stored.hash}
     if differences:
-        # The contracts differ, so they tokenize the same files differently, and the digests of the
-        # data always differ, too. Report only the difference of the contracts.
+        # Different contracts usually tokenize the same files differently, so that the digests of
+        # the data differ as a consequence. Report only the difference between the contracts.
         fingerprint.update({key: saved.get(key) for key in (_CONTRACT, _DATA)})
     elif saved.get(_DATA) != fingerprint[_DATA]:
         # Older versions saved one digest of all tokens, newer ones a digest for each file. Compare
         # with the digest that the older version would have computed.
         fingerprint[_DATA] = data.train.measure_digest()
-    # A setting that is in the fingerprint, too, is reported once.
+    # Report a setting that is also in the fingerprint only once.
     contract_changes = {key: both for key, both in differences.items() if key not in fingerprint}
     check_same_run(latest, fingerprint, contract_changes)
     return latest
@@ -253,7 +253,8 @@ def _complete_fingerprint(state: RunState) -> RunState:
     fingerprint.setdefault(_WEIGHTS, [])
     for name in _MULTIPLES:
         fingerprint.setdefault(f"model.optim.{name}", 1.0)
-    # Versions that had this setting but not in the fingerprint wrote it among all settings.
+    # Some versions had this setting, but not in the fingerprint. Their checkpoints have it in the
+    # config.
     trains_router = flatten(state.config).get(_TRAIN_ROUTER, False)
     fingerprint.setdefault(_TRAIN_ROUTER, trains_router)
     return replace(state, fingerprint=fingerprint)

@@ -1,7 +1,7 @@
 """Run training, from the settings to the reward model's ``.nemo`` file.
 
 ``train`` builds the parts and runs the trainer. ``finish`` and ``export`` write the model of the
-best checkpoint, or the mean of several checkpoints' weights. ``describe.py`` has the texts that a
+best checkpoint, or the mean of several checkpoints' weights. ``describe.py`` writes the text that a
 run prints.
 """
 
@@ -74,7 +74,7 @@ def train(
     """
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
-    # Clean up after an error, too (exit_stack), because the process of a notebook lives on.
+    # exit_stack also cleans up after an error, because the process of a notebook lives on.
     with stop, launch() as world, ExitStack() as exit_stack:
         lock = exit_stack.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)

@@ -1,7 +1,7 @@
-"""The rule for outputs that only accompany a run: their errors do not end it.
+"""Side outputs: outputs that a run can do without, so that their errors do not end it.
 
 They are the loggers, the gauges of the GPU, the files for ``nemo-aligner report``, and the ids of
-the run at its services. Only ``metrics.jsonl`` and checkpoints may end a run.
+the run at W&B and MLflow. Errors in ``metrics.jsonl`` and in checkpoints do end a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RUN_FOLDER = "exp_manager.explicit_log_dir"
 
 
 def attempt_output(call: Callable[[], object], name: str, activity: str, consequence: str) -> bool:
-    """Make a call that writes or reads a side output, and print its error if it fails.
+    """Run ``call``, which writes or reads a side output, and print its error if it fails.
 
     After an error the caller drops the output, so that the message is printed once.
 

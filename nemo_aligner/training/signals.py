@@ -85,8 +85,8 @@ class SignalHandler:
     ``reason`` after each step. Before the first step, a signal raises SystemExit at once, with the
     exit code that shells report for the signal (130, 143 or 138).
 
-    With ``in_program``, Ctrl-C before the first step raises KeyboardInterrupt instead. A second
-    Ctrl-C, in any phase, raises it, too.
+    With ``in_program``, Ctrl-C before the first step raises KeyboardInterrupt instead. So does a
+    second Ctrl-C in any phase.
 
     Args:
         max_time: time limit of the run, a checked ``DD:HH:MM:SS``; None for no limit.

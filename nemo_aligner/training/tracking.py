@@ -1,4 +1,4 @@
-"""Log metrics to Weights & Biases and MLflow, by Lightning's loggers.
+"""Log metrics to Weights & Biases and MLflow, through Lightning's loggers.
 
 W&B and MLflow give each run an id. ``tracking.json`` in the run's folder keeps these ids, so that a
 resumed training run continues the same run at each service. A resumed run repeats the steps after
@@ -36,7 +36,7 @@ SUCCESS, FAILED = "success", "failed"
 def _open_wandb(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Open a W&B run by Lightning's logger, online or offline; its files are in ``wandb/``."""
+    """Open a W&B run through Lightning's logger, online or offline; its files are in ``wandb/``."""
     from lightning.pytorch.loggers import WandbLogger
 
     class OneRunLogger(WandbLogger):
@@ -57,7 +57,7 @@ def _open_wandb(
 def _open_mlflow(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Open an MLflow run by Lightning's logger, at a server or in the file ``mlflow.db``."""
+    """Open an MLflow run through Lightning's logger, on a server or in the file ``mlflow.db``."""
     from lightning.pytorch.loggers import MLFlowLogger
 
     arguments: dict[str, Any] = {"run_name": folder.name, "run_id": run_id}
@@ -76,8 +76,8 @@ def _open_mlflow(
 def _new_parameters(logger: Any, run_id: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
     """Select the parameters that an MLflow run does not have yet, and mark the run as running.
 
-    MLflow does not allow to change a parameter. So a resumed run keeps the values that its start
-    has logged, and so does a run that the user selects by ``run_id``.
+    MLflow does not allow parameters to be changed. So a resumed run, or a run that the user selects
+    by ``run_id``, keeps the values that were logged at its start.
     """
     if run_id is None:
         return parameters
@@ -121,7 +121,7 @@ def build_tracked_loggers(
         if ids or path.is_file():
             content = {name: {"id": run_id} for name, run_id in ids.items()}
             write = partial(write_lines, path, [json.dumps(content, indent=2)], RUN_FOLDER)
-            consequence = "if this run is resumed, its services will not know it again"
+            consequence = "if this run is resumed, each service will show it as a new run"
             attempt_output(write, TRACKING_NAME, "writing", consequence)
     except BaseException:
         close_loggers(loggers.values(), FAILED)

@@ -335,7 +335,7 @@ class SupervisedTrainer:
         )
 
     def _find_best(self) -> None:
-        """Find the best checkpoint so far; the lines that show the steps name it."""
+        """Find the best checkpoint so far, for the lines that show the steps."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
@@ -361,8 +361,8 @@ class SupervisedTrainer:
     def _publish_after_error(self) -> None:
         """Publish the checkpoint that is being written when an error ends the run.
 
-        An error of this is only printed, so that the first error is raised. No metrics are logged,
-        because logging them may be what failed.
+        If this fails, the error is only printed, so that the first error is raised. No metrics are
+        logged, because logging them may be what failed.
         """
         try:
             self._finish_save()

@@ -1,6 +1,7 @@
 """Print to the terminal or a log file: wrapped lines, formatted numbers, progress bars, time left.
 
-Only rank 0 prints. A log file gets the same texts as a terminal, but without wrapping and bars.
+Only rank 0 prints. A log file gets the same output as a terminal, but without line wrapping and
+progress bars.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def join_fields(fields: Iterable[str], first: str = "", indent: str = "  ") -> s
     """Join fields by two spaces, with a new line where the next field would exceed ``width``.
 
     Args:
-        first: text in front of the first line.
-        indent: text in front of each other line.
+        first: text before the first line.
+        indent: text before each further line.
     """
     lines: list[str] = []
     for field in fields:
@@ -134,7 +135,7 @@ def show_bytes(count: float) -> str:
 def waiting_for(
     what: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
 ) -> Iterator[None]:
-    """Print now and then how long the ``with`` block has taken, for work of unknown progress.
+    """Print from time to time how long the ``with`` block has taken, for work of unknown progress.
 
     Args:
         what: the text of the line, such as "loading weights".
@@ -166,7 +167,7 @@ class Progress:
     """Progress of work on ``total`` items: a bar on a terminal, and an estimate of the time left.
 
     Args:
-        name: text in front of the bar.
+        name: text before the bar.
         total: number of items.
         start: number of items that were done before, for example by an earlier run. They do not
             count for the estimate of the time left.
@@ -245,7 +246,7 @@ class Progress:
         return True
 
     def say(self, text: str) -> None:
-        """Print ``text`` above the progress bar, or by ``say`` if there is no bar."""
+        """Print ``text`` above the progress bar, or with ``say`` if there is no bar."""
         if self._bar is None:
             say(text)
         else:

@@ -36,8 +36,8 @@ def import_dotted(name: str, key: str, expected: str) -> Any:
 def source_digest(name: str) -> str:
     """Return the sha256 of the file of the module in ``package.module:NAME``, which is imported.
 
-    What was made by an object of a user's code is made again if this changes. It is empty for a
-    module without a file.
+    A result made with an object of a user's code is made again if the digest changes. The digest is
+    empty for a module without a file.
     """
     file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Attention by explicit scores, with soft caps or sinks, in plain torch on any device."""
+"""Attention with explicit scores, and with soft caps or sinks, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def explicit_attention(
         mask: ``[n, m]`` bool, True where a query may attend to a key.
         scale: factor of the scores; None means ``c ** -0.5``.
         soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma Team 2024, "Gemma
-            2"); None is no cap.
-        sinks: logits that join the softmax, in a shape that broadcasts to ``[1, groups, heads /
-            groups, n, 1]``; see ``utils/sinks.py``. None is no sinks.
+            2"); None means no cap.
+        sinks: logits that join the softmax, in a shape that broadcasts to
+            ``[1, groups, heads / groups, n, 1]``; see ``utils/sinks.py``. None means no sinks.
 
     Returns:
         ``[1, heads, n, c]`` in the dtype of ``value``.

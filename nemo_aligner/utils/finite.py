@@ -1,4 +1,4 @@
-"""NaN and infinity as null, for files of JSON."""
+"""Replace NaN and infinity with null in values for JSON files."""
 
 from __future__ import annotations
 

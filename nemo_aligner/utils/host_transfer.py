@@ -2,7 +2,7 @@
 
 - ``to_device`` and ``all_to_device`` copy to the GPU through page-locked memory.
 - ``start_host_copies`` copies large tensors to the host on a second CUDA stream, while kernels run.
-- ``to_host_later`` copies a small result to the host, behind the kernels that compute it.
+- ``to_host_later`` copies a small result to the host, after the kernels that compute it.
 - ``host_zeros`` allocates page-locked host memory.
 """
 
@@ -50,7 +50,7 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
 # checkpoint overlaps with training: the next step runs up to its optimizer update while weights and
 # moments are copied. Three rules make this safe. First, a copy starts after its source is computed,
 # because the copy stream waits for the kernels' stream. Second, a reader of the copy waits for it,
-# by the function that ``start_host_copies`` returns. Third, the optimizer's update, which alone
+# with the function that ``start_host_copies`` returns. Third, the optimizer's update, which alone
 # overwrites the sources, first calls ``wait_for_host_copies``.
 
 Wait = Callable[[], None]

@@ -11,7 +11,7 @@ _NAMES_SHOWN = 3
 
 
 def describe_missing(path: str | Path) -> str | None:
-    """Describe why ``path`` is no file: nothing is there, or a folder is.
+    """Describe why ``path`` is not a file: nothing is there, or a folder is.
 
     Returns:
         The message, which begins with the path; None if there is a file.

@@ -254,7 +254,7 @@ def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
     A long command gets a line per argument.
 
     Args:
-        first: text in front of the command, such as ``$ ``.
+        first: text before the command, such as ``$ ``.
     """
     fields: list[str] = []
     for argument in map(shlex.quote, arguments):
@@ -287,7 +287,7 @@ def environment() -> dict[str, str]:
 
 
 def _is_users_folder(path: str) -> bool:
-    """Tell if an entry of ``sys.path`` is a folder that no Python installation brings along."""
+    """Tell if an entry of ``sys.path`` is a folder outside of Python's installation."""
     folder = Path(path).resolve()
     # The folder of this package is on the path of ``python nemo_aligner/__main__.py``; its modules
     # must not be importable without the package's name.
@@ -298,9 +298,9 @@ def _is_users_folder(path: str) -> bool:
 
 
 def environment_of_one_process() -> dict[str, str]:
-    """Return ``environment()`` without the variables by which a launcher starts several ranks.
+    """Return ``environment()`` without the variables that make a process one of several ranks.
 
-    A subprocess of a rank then is a process of its own, instead of another rank of the run.
+    A rank's subprocess then runs on its own, and not as another rank of the run.
     """
     prefixes = ("TORCHELASTIC_", "SLURM_STEP_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")

@@ -1,4 +1,4 @@
-"""Write files atomically, and explain why a write failed, mostly because the disk is full."""
+"""Write files atomically, and explain why a write failed, most often because the disk is full."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
     """Write a file atomically: yield a path to write to, and rename this file to ``path`` after it.
 
     If the block raises, a file that existed before is unchanged. If several programs write ``path``
-    at the same time, the last one to finish wins. A path that is no regular file, such as
+    at the same time, the last one to finish wins. A path that is not a regular file, such as
     /dev/stdout, is yielded itself, and written directly.
 
     Args:
@@ -110,7 +110,7 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file by ``replacing``; missing folders are created.
+    """Write a file with ``replacing``; missing folders are created.
 
     Raises:
         OSError: the file cannot be written. A file that existed before is unchanged.

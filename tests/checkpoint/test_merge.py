@@ -162,7 +162,7 @@ def test_merge_refuses_models_of_another_kind(
     output, bf16 = tmp_path / "merged.nemo", vary("bf16.nemo", 1, precision=Precision.bf16)
     with refusals() as refused:
         for other, message in (
-            (folder / "first.base", "it is no reward model of this package"),
+            (folder / "first.base", "it is not a reward model of this package"),
             (folder / "shorter.nemo", r"shorter\.nemo: .* with .*: model.data.seq_length: "),
             (bf16, "the scoring contracts differ: trainer.precision: 'fp32' -> 'bf16'"),
         ):

@@ -146,6 +146,15 @@ def test_critic_of_a_mixture_learns_alike_where_its_experts_are_shared_out(tmp_p
         assert np.abs(expected - previous).max() > 1e-3
 
 
+def test_critic_of_a_mixture_whose_contract_has_fp16_is_rejected(
+    layout: Any, tmp_path: Path
+) -> None:
+    families.write_reward_model(tmp_path / "hf", "qwen3_moe", torch.float16)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=32)
+    with pytest.raises(ConfigError, match=r"trainer.precision: got fp16, .* Set it to bf16"):
+        open_run(str(tmp_path / "rm.nemo"), tmp_path / "run", layout)
+
+
 @pytest.fixture(scope="module")
 def opened(model_folder: Path, layout: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that has learned and was saved, and how to open others in its folder."""

@@ -4,8 +4,8 @@ Conversion to ``.nemo`` (entry point: ``convert``):
 
 - ``source`` opens a folder, a model on the hub or a GGUF file, and compares its tensors with those
   of its family. It uses ``tensor_names`` (prefixes of training wrappers), ``multimodal`` (the text
-  decoder of a larger model), ``quantized/`` (weights of few bits), and ``gguf`` with
-  ``gguf_config`` (the GGUF format).
+  decoder of a larger model), ``quantized/`` (quantized weights), and ``gguf`` with ``gguf_config``
+  (the GGUF format).
 - ``families/`` translates settings and tensors of each supported decoder, in both directions.
 - ``heads`` finds the reward head, in the layouts of published models, and ``labels`` the names of
   its rewards.

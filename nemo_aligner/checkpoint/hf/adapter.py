@@ -74,7 +74,7 @@ def export_adapter(
     and must compute the archive's rewards within 1e-4; if it does not, ``output`` is not created.
 
     Args:
-        base: the base model that peft shall load: a folder, or a name on the hub.
+        base: the base model that peft will load: a folder, or a name on the hub.
         options: options of the export. ``dtype`` and ``head`` have no effect: an adapter's weights
             keep their dtype, and peft supports only one form of the head.
 
@@ -82,8 +82,8 @@ def export_adapter(
         Lines to print.
 
     Raises:
-        CheckpointError: ``output`` exists; the archive is unsafe, is no reward model or has no
-            LoRA; or the adapter computes other rewards.
+        CheckpointError: ``output`` exists; the archive is unsafe, is not a reward model or has no
+            LoRA adapter; or the adapter computes other rewards.
     """
     output = Path(output)
     with atomic_folder(output) as staging, open_nemo(archive) as folder:

@@ -116,8 +116,8 @@ def load_with_head(
     return BodyWithHead(body, tensors, reads_all=reads_steps(source), pad_id=pad_id)
 
 
-# If RoPE depends on a sequence's length, transformers rotates the whole batch by the length of its
-# longest sequence. With dynamic RoPE, earlier batches matter, too, because the frequencies of the
+# If RoPE depends on a sequence's length, transformers applies the RoPE of the longest sequence to
+# the whole batch. With dynamic RoPE, earlier batches matter, too, because the frequencies of the
 # longest sequence so far are kept. So this package defines a sample's reward as that of a newly
 # loaded model in a batch of one.
 

@@ -97,7 +97,7 @@ class CheckedText:
             without steps, only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
         tail: ids that follow ``token_ids`` in the rendered sample, and that transformers has to
-            skip: the contract's ``trailing_pad_id``, as often as it is there.
+            skip: the contract's ``trailing_pad_id``, once for each time it occurs there.
     """
 
     text: Text

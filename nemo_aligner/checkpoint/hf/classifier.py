@@ -387,7 +387,7 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
             return model
         problem = "transformers' class does not have all tensors of the model's head"
         if missing:
-            problem = f"weights are missing: {missing}, so it is no trained reward model"
+            problem = f"weights are missing: {missing}, so it is not a trained reward model"
     try:
         return _load_with_layout(name, dtype)
     except CheckpointError as error:

@@ -203,7 +203,7 @@ def _convert(
         contract = read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
             notes += describe_scored_token(source, contract, tokenizer)
-            # Only for its error: RoPE may not support the contract's seq_length.
+            # Called only for its error: RoPE may not support the contract's seq_length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -323,9 +323,9 @@ def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, A
 def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> tuple[Tokenizer, list[str]]:
     """Write the source's tokenizer into ``folder``, then load and check it.
 
-    Added tokens for which the model has no embedding are removed: no text of the model has one.
-    The check makes the conversion fail, and not a later training run, if the tokenizer is damaged
-    or has more tokens than the model's ``vocab_size``.
+    Added tokens for which the model has no embedding are removed: no sample contains one. The check
+    makes the conversion fail, and not a later training run, if the tokenizer is damaged or has more
+    tokens than the model's ``vocab_size``.
 
     Returns:
         The tokenizer, and notes for the user.

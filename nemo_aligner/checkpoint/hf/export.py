@@ -144,8 +144,8 @@ def export_to_hf(
     """Write the reward model ``archive`` as the new folder ``output``; one process calls it.
 
     Raises:
-        CheckpointError: ``output`` exists; the archive is unsafe or is no reward model; a Hugging
-            Face folder cannot represent it; or the exported folder computes other rewards.
+        CheckpointError: ``output`` exists; the archive is unsafe or is not a reward model; a
+            Hugging Face folder cannot represent it; or the exported folder computes other rewards.
     """
     output = Path(output)
     if layout.num_ranks > 1:

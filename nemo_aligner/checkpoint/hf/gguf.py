@@ -84,7 +84,7 @@ class GgufCheckpoint:
         contract: content of the scoring contract, if this package exported the file.
 
     Raises:
-        CheckpointError: the file is no GGUF file, its family is unknown, or it has a tensor or a
+        CheckpointError: the file is not a GGUF file, its family is unknown, or it has a tensor or a
             field that the family does not have. The message lacks the file's name, which the caller
             adds.
     """
@@ -237,7 +237,7 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
             check_gguf_architecture(architecture)
         # GGUFReader trusts the counts in the header, which check_header has checked.
         reader = gguf.GGUFReader(path)
-        # Leave out the vocabulary, because the reader makes an array for every word.
+        # Skip the vocabulary, because the reader makes an array for every word.
         fields = {
             key: _read_value(field)
             for key, field in reader.fields.items()
@@ -250,7 +250,7 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
 
 def _read_value(field: Any) -> Any:
     value = field.contents()
-    # Convert fp32 by its shortest decimal: 1e-5, as in config.json, instead of 9.99999974e-06.
+    # Convert fp32 via its shortest decimal: 1e-5, as in config.json, instead of 9.99999974e-06.
     return float(str(np.float32(value))) if field.types[0].name == "FLOAT32" else value
 
 
@@ -281,7 +281,7 @@ def check_header(path: Path) -> str | None:
         The value of ``general.architecture``; None if the file has no such field.
 
     Raises:
-        CheckpointError: the file is no GGUF file, or a count or a size is too large.
+        CheckpointError: the file is not a GGUF file, or a count or a size is too large.
     """
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:

@@ -257,7 +257,7 @@ def _translate_longrope(
         size = list(tensors[name].shape) if name in tensors else None
         if size != [rotated // 2]:
             raise CheckpointError(f"{name}: got shape {size}, wanted {[rotated // 2]}")
-        # Convert fp32 by its shortest decimal, as in config.json.
+        # Convert fp32 via its shortest decimal, as in config.json.
         lists[key] = [float(str(number)) for number in tensors[name].float().numpy()]
     lists |= _read_scaling_fields(reader, "longrope")
     length = reader.count("rope.scaling.original_context_length")

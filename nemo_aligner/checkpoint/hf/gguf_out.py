@@ -119,7 +119,7 @@ class _Writer:
         contract, source = contract_of(folder, tokenizer), str(folder.source)
         if contract is None:
             raise CheckpointError(
-                f"{source}: it has no scoring contract, so it is no reward model of this package"
+                f"{source}: it has no scoring contract, so it is not a reward model of this package"
             )
         check_last_token(contract, source, _READER)
         if contract.trailing_pad_id is not None:

@@ -141,8 +141,8 @@ class FoundHead:
         if outputs > _MAX_OUTPUTS:
             raise CheckpointError(
                 f"{last}: got {outputs} rows, one for each output of the head, wanted at most "
-                f"{_MAX_OUTPUTS}. The file is damaged, or this is no reward head: name another by "
-                "--head"
+                f"{_MAX_OUTPUTS}. The file is damaged, or this is not a reward head: name another "
+                "with --head"
             )
         width = (
             None if layout.hidden is None else _count_rows(source.tensors[names["hidden.weight"]])

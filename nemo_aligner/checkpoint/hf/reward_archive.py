@@ -65,7 +65,7 @@ _OPTIONAL_KEYS = (
 def build_reference_model(folder: NemoFolder, layout: ParallelLayout) -> LoadedRewardModel:
     """Build the model whose rewards an export is compared with; its weights are not loaded.
 
-    It has no LoRA adapters, and computes in fp32 by torch's own operations, as transformers does.
+    It has no LoRA adapters, and computes in fp32 with torch's own operations, as transformers does.
     """
     return reward_model_without_weights(
         folder,

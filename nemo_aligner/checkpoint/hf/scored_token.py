@@ -1,8 +1,8 @@
 """Find the token at which a published reward model reads its reward, if that is not the last one.
 
-Most classes read the last token of a sample. Some append a token of their own and read there, and
-transformers' ``ForSequenceClassification`` takes every pad token at the end for padding, also one
-that the chat template wrote. A class of a model's own code may read anywhere.
+Most classes read the last token of a sample. Some append their own token and read there, and
+transformers' ``ForSequenceClassification`` takes every pad token at the end for padding, even one
+that the chat template wrote. A class from a model's own code may read anywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 _APPENDING = HeadLayout("v_head")
 # A class with code of its own that reads before the first pad token.
 _BEFORE_FIRST_PAD = "Qwen2ForRewardModel"
-# Classes of models' own code whose reading this package follows, and OpenRLHF's.
+# Classes from models' own code whose scored token is known here, and OpenRLHF's.
 _FOLLOWED = ("ForRewardModel", "ForProcessRewardModel", "ForPrmModel")
 _OF_OPENRLHF = "RewardModel"
 

@@ -1,4 +1,4 @@
-"""Open what a conversion reads: a Hugging Face folder, a model on the hub, or a GGUF file.
+"""Open the source of a conversion: a Hugging Face folder, a model on the hub, or a GGUF file.
 
 This module also compares the tensors of a checkpoint with those that its model family has.
 """
@@ -156,7 +156,7 @@ def _open_folder(folder: Path) -> Source:
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: it has no config.json, so it is no Hugging Face checkpoint. Pass a "
+            f"{folder}: it has no config.json, so it is not a Hugging Face checkpoint. Pass a "
             "checkpoint folder or a .gguf file"
         )
     config = read_json(folder / "config.json")

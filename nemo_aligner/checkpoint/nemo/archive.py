@@ -2,7 +2,7 @@
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member, which other programs' archives lack.
-``open_nemo`` opens archives and folders, and a Hugging Face model by ``conversion_cache``.
+``open_nemo`` opens archives and folders, and a Hugging Face model through ``conversion_cache``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def keep_archives() -> Iterator[None]:
 def _unpack_and_open(
     path: Path, with_weights: bool, tokenizer: str | Path | None, config: str | Path | None
 ) -> Iterator[NemoFolder]:
-    """Do what ``open_nemo`` does, and remove the folder at the end of the block; collective."""
+    """Open as ``open_nemo`` does, and remove the folder at the end of the block; collective."""
     archive = once_per_node(lambda: find_archive(path))
     replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
@@ -248,8 +248,8 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
     up, 256 MiB stay free, or half of the free space if that is less.
 
     Raises:
-        CheckpointError: no such archive; a member that is no plain file or folder, occurs twice, or
-            has a path outside the archive; too many bytes; or a checksum that does not match.
+        CheckpointError: no such archive; a member that is not a plain file or folder, occurs twice,
+            or has a path outside the archive; too many bytes; or a checksum that does not match.
         ConfigError: no temporary folder can be made.
     """
     if not path.is_file():
@@ -349,7 +349,8 @@ def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
         The members' content by their names.
 
     Raises:
-        CheckpointError: the file is no archive or is damaged, or one of the members is too large.
+        CheckpointError: the file is not an archive or is damaged, or one of the members is too
+            large.
     """
     members = {}
     try:

@@ -6,8 +6,8 @@ computed once, while the weights are saved, and stored in ``model_fingerprint.js
 beginning of the archive, so that it can be read without the weights. It does not depend on the
 parallel layout with which a model was saved (see ``weights/sums.py``).
 
-Next to it stands the fingerprint of the body: of all weights except LoRA adapters and the head.
-Models with the same one can share the memory of these weights.
+The file also stores the fingerprint of the body, that is, of all weights except LoRA adapters and
+the head. Models whose bodies have the same fingerprint can share the memory of these weights.
 
 Archives of earlier versions store no fingerprint. Theirs is a hash of the checksums that
 ``checksums.json`` lists for settings and weights: the same for every copy of the archive, but

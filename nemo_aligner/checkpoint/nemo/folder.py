@@ -123,7 +123,7 @@ class NemoFolder:
 
     @property
     def vocab_size_source(self) -> str:
-        """What sets the vocabulary's size, for errors: "by vocab_size" or "by its tokenizer"."""
+        """Source of the vocabulary's size, for errors: "by vocab_size" or "by its tokenizer"."""
         return self._vocabulary[1]
 
     @property

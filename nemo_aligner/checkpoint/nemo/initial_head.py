@@ -81,7 +81,7 @@ def _choose_head_rows(
     other, location = contract_of(folder), f"{_KEY}: {folder.source}"
     if other is None:
         raise ConfigError(
-            f"{location}: it has no scoring contract, so it is no reward model of this package"
+            f"{location}: it has no scoring contract, so it is not a reward model of this package"
         )
     _check_names(contract, names)
     other_names = [names.get(name, name) for name in contract.attributes]

@@ -286,7 +286,7 @@ def reward_model_of(
     pointwise_kernels: PointwiseChoice | None,
     bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
-    """Do what ``load_reward_model`` does, with an archive that is already open; collective."""
+    """Load like ``load_reward_model``, but from an archive that is already open; collective."""
     key = None if bodies is None else _find_body_key(folder, precision)
     source = None if bodies is None or key is None else bodies.get(key)
     loaded = reward_model_without_weights(

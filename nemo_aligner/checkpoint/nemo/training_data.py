@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The key with the files that a reward model was trained on. Programs of others ignore it.
+# The key with the files that a reward model was trained on. Other programs ignore it.
 _TRAINING_DATA = "training_data"
 
 

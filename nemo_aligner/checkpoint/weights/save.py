@@ -425,7 +425,7 @@ _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """What saving and loading need of a model; every Megatron module has these methods."""
+    """The interface that saving and loading need; every Megatron module has these methods."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...

@@ -59,7 +59,7 @@ def check_shards(
 
     Args:
         metadata: the index of the checkpoint in ``folder``.
-        entries: what the index says of the tensors to check, by name.
+        entries: what the index says about the tensors to check, by name.
         read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
         part: (i, n): read only the i-th (from 0) of n parts of about equal size.
 
@@ -178,7 +178,7 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_r
 
 
 def check_zip(stored: RawIOBase, location: str) -> None:
-    """Check a file of ``torch.save`` (a zip) by its CRC-32; an error begins with ``location``."""
+    """Check the CRC-32 sums in a zip file of ``torch.save``; errors begin with ``location``."""
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
             # Reject compressed members: testzip() would decompress them to whatever size.

@@ -248,7 +248,7 @@ class TorchDistStore(TensorStore):
         check_shards(self.folder, self._metadata, entries, read=read)
 
     def _select_entries(self, with_optimizer: bool) -> dict[str, TensorStorageMetadata]:
-        """Return the entries of all tensors, or of those that are no optimizer state."""
+        """Return the entries of all tensors, or of those that are not optimizer state."""
         return {
             name: entry
             for name, entry in self._entries.items()

@@ -5,7 +5,8 @@ tensor is ``sum(word[i, j, ...] * factor_0[i] * factor_1[j] * ...)`` modulo 2^64
 pseudo-random odd factor for each index of each axis. The sums of a tensor's shards add up to the
 sum of the whole tensor, whatever the layout. All factors are odd, so a change of one word always
 changes the sum; a change of several words leaves it equal only by chance. So the sums identify a
-model. They are no cryptographic hash: somebody could construct other weights with the same sums.
+model. They are not a cryptographic hash: an attacker could construct other weights with the same
+sums.
 """
 
 from __future__ import annotations

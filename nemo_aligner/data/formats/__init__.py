@@ -11,8 +11,8 @@
 To add a format, define it in one of these modules and list it in ``FORMATS``. ``choose_format``
 takes the first format that recognizes a record of the file, or the format that
 ``model.data.format`` names, which may be ``package.module:NAME`` of a user's code. ``parse_lines``
-makes records of lines. A record without a key that its format needs is malformed, and ``clean.py``
-decides what happens to it.
+turns lines into records. A record without a key that its format needs is malformed, and
+``clean.py`` decides what happens to it.
 
 Rules that all formats share:
 
@@ -247,7 +247,7 @@ def format_named(name: str, pair_keys: PairKeys | None) -> Format:
 def custom_format_source(name: str) -> dict[str, str]:
     """Return ``{"format_source": digest}`` of a user's code; empty for a format of this package.
 
-    Token caches that an earlier version of the code made are then made again.
+    Token caches made with an earlier version of that code are then rebuilt.
     """
     if ":" not in name:
         return {}

@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
-        # Names of columns, such as ``system``, whose content was put in front of the messages.
+        # Names of columns, such as ``system``, whose content was put before the messages.
         self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class Format:
         matches: function that returns True if an object (a line of the file) has the keys that
             this format needs.
         wanted: description of the keys that an object needs, for errors.
-        parse: function that makes one or more records of ``lines_per_record`` objects. Its
+        parse: function that turns ``lines_per_record`` objects into one or more records. Its
             DataError has no file and line; the caller adds them.
         sample: the objects of an example record.
         lines_per_record: number of objects that make a record.
@@ -173,7 +173,7 @@ def read_string(value: dict[str, Any], key: str) -> str:
 
 
 def check_text(text: Any, key: str) -> Any:
-    """Check the text or conversation of the field ``key`` by ``read_text``, and return it."""
+    """Check the text or conversation of the field ``key`` with ``read_text``, and return it."""
     text = _standard_turns(text, key)
     try:
         return read_text(text)

@@ -112,7 +112,7 @@ def advise_prompt(value: dict[str, Any], name: str) -> str:
 
 
 def every_form(name: str, value: str) -> str:
-    """Write a setting of the data as each verb takes it; a reader does not know its verb."""
+    """Write a data setting in each verb's form, since code that reads files knows no verb."""
     flag = f"--{name.replace('_', '-')} {value}"
     return (
         f"{flag} (data inspect, data split), model.data.{name}={value} (train) or "
@@ -131,7 +131,7 @@ def _has_text(cell: object) -> bool:
 
 
 def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) -> Record:
-    """Put a record's ``history`` and ``system`` columns in front of its conversations.
+    """Put a record's ``history`` and ``system`` columns before its conversations.
 
     Turns that a conversation already begins with are not added again. A column is not added if the
     samples are raw texts, if the format has already read it, or if it is one of the ``labels``.

@@ -23,8 +23,8 @@ from nemo_aligner.utils.errors import DataError, shown
 TEACHER_REWARDS, CHOSEN_PROBABILITY = "teacher_rewards", "chosen_probability"
 TEACHER_SPREAD, TEACHER = "teacher_spread", "teacher"
 TEACHER_FIELDS = (TEACHER_REWARDS, CHOSEN_PROBABILITY, TEACHER_SPREAD, TEACHER)
-# Difference of the rewards that stands for the probability 1. Its sigmoid is 1 in float64 also
-# after a division by any temperature below 200, and it is finite, so that no loss becomes NaN.
+# Difference of the rewards that stands for the probability 1. Its sigmoid is 1 in float64 even
+# after division by any temperature below 200, and it is finite, so that no loss becomes NaN.
 _CERTAIN = 1e4
 
 
@@ -53,7 +53,7 @@ def with_teacher(record: Record, fields: Fields, has_parts: bool) -> Record:
         )
     if has_parts:
         raise DataError(
-            f"{present[0]}: not supported by this format, which makes several comparisons of a "
+            f"{present[0]}: not supported by this format, which makes several comparisons from one "
             "line. Write each comparison to its own line"
         )
     # ``data label`` writes this for people: mark it as read, so that reports do not list it.

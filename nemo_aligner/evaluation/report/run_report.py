@@ -41,7 +41,7 @@ _RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known about a training run, an evaluation or a benchmark.
+    """Everything that a report uses about a training run, an evaluation or a benchmark.
 
     Fields that do not apply to it are empty.
 

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-# Colours that colour-blind people can distinguish, also in print (Wong 2011, "Color blindness").
+# Colours that colour-blind people can distinguish, even in print (Wong 2011, "Color blindness").
 # Eight are enough, because a figure with more lines is not readable.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999933")
 # Opacity of faint lines on a light screen.

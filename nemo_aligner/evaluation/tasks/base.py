@@ -1,4 +1,4 @@
-"""What a benchmark consists of (``Task``), and functions that several benchmarks share.
+"""``Task``, the definition of a benchmark, and functions that several benchmarks share.
 
 A benchmark reads items from its file, judges the rewards of each item, and summarises the verdicts
 as the figures of its table. ``run_task`` runs these three parts in this order.
@@ -23,7 +23,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 
 class Level(str, Enum):
-    """What a figure of a benchmark covers: a subset, a section of subsets, or all items."""
+    """Scope of a figure of a benchmark: a subset, a section of subsets, or all items."""
 
     subset = "subset"
     section = "section"
@@ -32,7 +32,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A figure of a benchmark, one row of its table.
+    """A figure (a numeric result) of a benchmark: one row of its table.
 
     Attributes:
         level: what the figure covers.

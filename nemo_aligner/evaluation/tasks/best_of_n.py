@@ -178,7 +178,7 @@ def _translate_pair(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> t
         DataError: the pair is not one of a right and a wrong reply.
     """
     valid = range(len(scores))
-    # Check the type, too, because 1.0 is in the range but is no index.
+    # Check the type, too, because 1.0 is in the range but is not an index.
     are_indices = isinstance(pair, list) and all(
         type(index) is int and index in valid for index in pair
     )

@@ -328,7 +328,8 @@ PPE_PREFERENCE = Task(
 # fc-reward-bench (Agarwal et al. 2025, arXiv 2509.11963): a right and a wrong call of functions.
 #
 # Both outputs are lists of calls. They become an assistant's ``tool_calls``, which the chat
-# template renders. An output that is no such list (error type "Parsing error") is scored as text.
+# template renders. An output that is not such a list (error type "Parsing error") is scored as
+# text.
 
 
 def _read_fc_rewardbench(value: dict[str, Any]) -> Item:

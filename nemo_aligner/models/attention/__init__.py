@@ -11,7 +11,8 @@ The backends, in the order of the table:
   ``model.cp_comm_type=p2p``).
 - ``nemo_aligner/cpu`` has the backends for a CPU: ``kernel_attention.py`` and
   ``block_attention.py`` for scoring, ``training_attention.py`` for training.
-- ``varlen.py`` takes whole packs on a GPU, by the variable-length kernel of torch or of flash-attn.
-- ``one_by_one.py`` takes one segment at a time, by SDPA or by explicit scores, and computes every
-  case that no other backend supports.
+- ``varlen.py`` computes a whole pack at once on a GPU, with torch's or flash-attn's kernel for
+  sequences of variable length.
+- ``one_by_one.py`` computes one segment at a time, with SDPA or explicit scores, in every case that
+  no other backend supports.
 """

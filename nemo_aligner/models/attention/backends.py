@@ -6,10 +6,9 @@ for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, 
 the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
 runs it on the same packs as all others.
 
-The attention of new kinds of decoders is added here, too. A new kind of scores, such as attention
-sinks, is a new ``Feature``: backends whose entry does not name it are never chosen for it. So are
-values of another width than keys (latent attention). A layer that does not attend to keys, like a
-gated delta rule, is a separate module with its own table.
+Support for new decoders is added here, too. A new way to compute scores, such as attention sinks,
+becomes a new ``Feature``: backends whose entry does not name it are never chosen for it. A layer
+that does not attend to keys, like a gated delta rule, is a separate module with its own table.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ class Backend(Generic[Plan]):
     Attributes:
         features: the features of scores that the backend supports; it is not chosen for scores with
             any other feature.
-        runs: tells if the backend can compute a case on this machine; ``features`` is checked apart
-            from it.
+        runs: tells if the backend can compute a case on this machine; ``features`` is checked
+            separately.
         compute: computes the output ``[n, heads, c]`` from a layer's heads and the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one kernel call computes a whole pack; else every segment needs its own call.
@@ -390,7 +389,7 @@ BACKENDS: tuple[Backend[Any], ...] = (
 def rotates_by_c_file(case: Case) -> bool:
     """Tell if ``kernels.c``, rather than torch, applies RoPE to a layer's queries and keys.
 
-    It does exactly where it can compute the layer's attention, too.
+    It does so exactly where it can also compute the layer's attention.
     """
     return C_FILE.fits(case)
 

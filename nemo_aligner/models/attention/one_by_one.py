@@ -1,7 +1,7 @@
 """Attention one segment at a time, by SDPA or explicit scores, where no kernel takes a whole pack.
 
-A GPU needs it for fp32, for architectures before Ampere, for head sizes that FlashAttention 2
-lacks, and for windows and soft caps where no kernel is installed for them. A CPU needs it for
+A GPU needs it for fp32, for architectures before Ampere, for head sizes that FlashAttention 2 does
+not support, and for windows and soft caps where no kernel for them is installed. A CPU needs it for
 windows and soft caps in training.
 """
 
@@ -128,7 +128,7 @@ _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def _choose_segment_kernel(case: Case) -> _AttendSegment:
-    """Choose a kernel for single segments that saves little memory for its backward pass.
+    """Choose a kernel for single segments whose backward pass needs few saved tensors.
 
     The comment at ``takes_equal_heads`` lists what SDPA's kernels support.
     """
@@ -156,8 +156,8 @@ def _attend_by_explicit_scores(segment: SegmentHeads) -> Tensor:
 
 
 def _attend_by_sdpa(segment: SegmentHeads) -> Tensor:
-    # cuDNN's kernel is left out: it gave wrong gradients for lengths that an earlier pack also had
-    # (torch 2.11, H200), probably from a plan that it had cached for other strides.
+    # cuDNN's kernel is excluded: it gave wrong gradients for lengths that had occurred in an
+    # earlier pack (torch 2.11, H200), probably because it reused a plan cached for other strides.
     with sdpa_kernel(_SDPA_KERNELS) if segment.query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             segment.query,
@@ -173,8 +173,8 @@ def _attend_by_sdpa(segment: SegmentHeads) -> Tensor:
 def _attend_with_equal_heads(segment: SegmentHeads) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
 
-    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` values,
-    are saved for the backward pass; the math kernel would save ``heads * n * m`` scores.
+    The memory-efficient kernel does not support grouped heads. The copies, ``2 * m * heads * c``
+    values, are saved for the backward pass; the math kernel would save ``heads * n * m`` scores.
     """
     per_group = segment.query.size(1) // segment.key.size(1)
     key, value = (
@@ -308,9 +308,9 @@ def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Ten
 
     A float mask is added to the scores.
 
-    From a bool mask SDPA would make a float mask again for each segment in each layer, and save it
-    for the backward pass. The rows' stride is a multiple of 16, or the memory-efficient kernel
-    would copy the mask.
+    Given a bool mask, SDPA would convert it to a float mask for every segment in every layer, and
+    save that for the backward pass. The rows' stride is a multiple of 16, or the memory-efficient
+    kernel would copy the mask.
     """
     sees = _visibility_mask(queries, keys, case.scores.window, device)
     if case.scores.soft_cap is not None or (case.device != "cpu" and case.scores.has_sinks):

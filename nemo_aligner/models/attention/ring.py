@@ -1,10 +1,11 @@
 """Attention that passes keys and values around a ring of ranks (RingAttention, Liu et al. 2023).
 
 Context parallelism splits a pack over the ranks of a group, and each rank computes the queries of
-its part. The keys and values of the parts go around: a rank works on those of one part while those
-of the next part arrive. A query's results for all parts are merged by their log-sum-exp. In the
-backward pass the keys and values go around once more, together with their gradients, to which each
-rank adds its contribution. In the code a rank's part of the pack is called its share.
+its part. The parts' keys and values travel around the ring: while a rank computes with those of one
+part, those of the next part arrive. A query's results for all parts are merged by their
+log-sum-exp. In the backward pass the keys and values travel around once more, together with their
+gradients, to which each rank adds its contribution. In the code a rank's part of the pack is called
+its share.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def attend(
         sinks: logits ``[heads]`` of attention sinks; None if there are none. They join the softmax
             once, when the results for all ranks' keys are merged.
         plan: the pack's plan from ``plan_ring``.
-        scale: factor of the scores; None is ``c ** -0.5``.
+        scale: factor of the scores; None means ``c ** -0.5``.
     """
     attended: Tensor = _Ring.apply(query, key, value, sinks, plan, scale)
     return attended
@@ -107,9 +108,10 @@ _KEYS, _GRADIENTS = 0, 1
 
 
 def _pass_around(local: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Pass each rank's ``local`` tensor around the ring; yield (rank, its tensor), own first.
+    """Pass each rank's ``local`` tensor around the ring; yield (rank, its tensor).
 
-    The next rank's tensor arrives while the caller works on the current one.
+    This rank's own tensor comes first. The next tensor arrives while the caller works on the
+    current one.
     """
     group = parallel_state.get_context_parallel_group()
     ranks, rank = group.size(), group.rank()
@@ -185,7 +187,7 @@ class _Piece:
 
 
 RingPlan: TypeAlias = Sequence[Sequence[Any]]
-"""For every rank, in a list each, how this rank's queries attend to that rank's keys.
+"""One list for each rank: how this rank's queries attend to that rank's keys.
 
 The entries are ``Block`` on a CPU and ``_Call`` on a GPU.
 """
@@ -217,7 +219,7 @@ def _list_pieces(segments: PackedSegments, rank: int, longest: int | None) -> It
     """Cut a rank's tokens into pieces of one segment each.
 
     Args:
-        longest: most tokens of a piece; None is no limit.
+        longest: most tokens of a piece; None means no limit.
     """
     assert segments.share is not None
     row = 0
@@ -243,7 +245,7 @@ def _list_blocks(
         local: pieces of this rank's tokens.
         pieces: pieces of the tokens of the rank that the keys come from.
         chains: the prefixes of every segment, as segment numbers.
-        window: sliding window in tokens; None is no window.
+        window: sliding window in tokens; None means no window.
 
     Returns:
         First the causal blocks, of a piece's queries on its own keys, then blocks where every query
@@ -355,7 +357,7 @@ def _view_by_groups(lse: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """B blocks that one kernel call computes: all causal or none, and with the same window.
+    """B blocks that one kernel call computes: all or none of them causal, and with one window.
 
     Attributes:
         queries, keys: rows of the blocks' queries and keys.

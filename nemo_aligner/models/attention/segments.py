@@ -115,7 +115,7 @@ class PackedSegments:
         share: under context parallelism, the tokens whose queries this rank computes.
             ``cu_seqlens`` then counts only these; keys and T are still those of the whole pack.
         sizes: fixed sizes to which the bounds and ``kv_index`` are padded for CUDA graphs;
-            ``sizes.length`` then stands for ``max_length`` and ``max_kv_length``. None is no
+            ``sizes.length`` then stands for ``max_length`` and ``max_kv_length``. None means no
             padding.
     """
 
@@ -250,7 +250,7 @@ class PackedSegments:
 
     @cached_property
     def max_length(self) -> int:
-        """The most queries of a segment on this rank, by which GPU kernels and grids are chosen."""
+        """The most queries of a segment on this rank; it determines GPU kernels and grids."""
         if self.sizes is not None:
             return self.sizes.length
         return max(part.length for part in self.queries)
@@ -370,9 +370,9 @@ class Scores:
     """How a layer computes attention scores from query-key products.
 
     Attributes:
-        scale: factor; None is ``c ** -0.5``, with c channels of a head.
+        scale: factor; None means ``c ** -0.5``, with c channels of a head.
         window: number of latest keys that a query sees, its own included; None is all of them.
-        soft_cap: cap of ``cap * tanh(score / cap)`` (Gemma 2, Gemma Team 2024); None is no cap.
+        soft_cap: cap of ``cap * tanh(score / cap)`` (Gemma 2, Gemma Team 2024); None means no cap.
         has_sinks: a learned logit of each query head joins the softmax, and its probability is
             dropped (gpt-oss, OpenAI 2025; see ``utils/sinks.py``).
     """
@@ -436,10 +436,10 @@ class KeyValuePool:
         return self._layers[number]
 
     def exchange(self, number: int, tensors: tuple[Tensor, ...], use: CacheUse) -> Tensor:
-        """Store a pack's keys and values in the pool, and return them behind the cached ones.
+        """Store a pack's keys and values in the pool, and return them after the cached ones.
 
-        This takes one kernel that stores and one that reads. GPUs use it, because a small pack
-        takes as long as its kernels take to launch.
+        This launches only two kernels, one that stores and one that reads. It is used on GPUs,
+        where a small pack takes as long as its kernels take to launch.
 
         Args:
             number: number of the layer.
@@ -461,7 +461,7 @@ class KeyValuePool:
 
 @contextmanager
 def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Gather keys and values of all ranks, of which autograd saves only this rank's part.
+    """Gather the keys and values of all ranks, but let autograd save only this rank's part.
 
     The backward pass gathers them once more, so a rank keeps only ``1 / ranks`` of them in each
     layer.

@@ -1,8 +1,8 @@
 """Attention of a whole pack by one call of variable-length FlashAttention 2 on a GPU.
 
-torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on. Both
-have windows from 2.11 on, and the function takes grouped heads from 2.12 on. The package flash-attn
-supports windows and soft caps from its version 2.6 on. Only the operator supports attention sinks.
+torch has had the kernel as an operator since 2.8, and as a public function since 2.10. Both support
+windows since 2.11, and the function supports grouped heads since 2.12. The package flash-attn
+supports windows and soft caps since its version 2.6. Only the operator supports attention sinks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
-    """Attend by torch's public function, which supports grouped heads from torch 2.12 on.
+    """Attend with torch's public function, which supports grouped heads from torch 2.12 on.
 
     In ``tensors``, ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]``
     each, with the C cached tokens first; sinks must be None. The result is ``[n, heads, c]``.
@@ -93,7 +93,7 @@ def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Score
 
 
 def by_operator(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
-    """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
+    """Attend with torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
 
     It is also used for attention sinks: the backward pass then needs a log-sum-exp that includes
     the sinks, which torch's public function does not accept. Arguments and result are those of
@@ -158,7 +158,7 @@ class _WithSinks(Function):
 
 
 def by_flash_attn(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
-    """Attend by the package flash-attn, which supports windows and soft caps.
+    """Attend with the package flash-attn, which supports windows and soft caps.
 
     Arguments and result are those of ``by_public_function``.
     """

@@ -1,8 +1,9 @@
 """RMSNorm, SwiGLU and RoPE of a decoder layer, each with several implementations.
 
 - ``operations.py`` declares the operations, and puts an implementation into a model.
-- ``choice.py`` chooses one by ``model.pointwise_kernels``, and tries it where it is the default.
-- ``eager.py`` is the reference: torch's operations, as autograd functions that save little.
+- ``choice.py`` chooses one as ``model.pointwise_kernels`` says, and tests it where it is the
+  default.
+- ``eager.py`` is the reference: torch's operations, as autograd functions that save few tensors.
 - ``fused.py`` makes autograd functions from forward and backward kernels: those of
   ``triton_kernels.py`` (default on a GPU), or formulas for ``torch.compile`` in ``compiled.py``.
 - ``liger.py`` calls the package liger-kernel.

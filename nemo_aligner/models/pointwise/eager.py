@@ -1,8 +1,8 @@
-"""Pointwise operations in plain torch, as autograd functions that save hardly more than inputs.
+"""Pointwise operations in plain torch, as autograd functions that save little but their inputs.
 
 Without these functions, autograd would save several tensors of the input's size for each operation,
-and pass over memory as many times. On a CPU that takes a third of a layer's memory and a tenth of
-its time.
+and read and write memory as many times. On a CPU that takes a third of a layer's memory and a tenth
+of its time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quick_gated_gelu(x: Tensor, limit: float | None) -> Tensor:
     Only ``x``, which is the gate and then ``up``, is saved for the backward pass.
 
     Args:
-        limit: the gate is at most ``limit``, and ``up`` from ``-limit`` to ``limit``; None is no
+        limit: the gate is at most ``limit``, and ``up`` from ``-limit`` to ``limit``; None means no
             limit.
     """
     return _QuickGated.apply(x, torch.inf if limit is None else limit)

@@ -1,4 +1,4 @@
-"""The pointwise operations by liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
+"""The pointwise operations of liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
 
 liger-kernel brings its own autograd functions. Its norms compute in fp32 in the mode ``gemma``.
 """

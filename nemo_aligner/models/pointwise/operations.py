@@ -85,7 +85,7 @@ EAGER = PointwiseKernels(
 
 
 def use_pointwise_kernels(model: torch.nn.Module, kernels: PointwiseKernels) -> None:
-    """Compute all RMSNorms, SwiGLUs and RoPE of ``model`` by ``kernels`` from now on."""
+    """Make ``model`` compute all its RMSNorms, SwiGLUs and RoPE with ``kernels``."""
     for module in model.modules():
         if isinstance(getattr(module, "pointwise", None), PointwiseKernels):
             module.pointwise = kernels  # type: ignore[assignment]

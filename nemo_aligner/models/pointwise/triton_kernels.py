@@ -34,7 +34,7 @@ def _warps(elements: int) -> int:
 
 
 class TritonKernels:
-    """Implements ``fused.Kernels`` by the Triton kernels in this module."""
+    """Implements ``fused.Kernels`` with the Triton kernels in this module."""
 
     @staticmethod
     def norm_forward(

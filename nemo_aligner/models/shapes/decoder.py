@@ -84,7 +84,7 @@ class ModelShape:
             residual stream.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of what attention and MLP add to the residual stream.
-        window_size: number of keys that a token sees, its own included; None is no window.
+        window_size: number of keys that a token sees, its own included; None means no window.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
         window_attn_skip_freq: layers without the window, instead of ``window_pattern``: N for every
@@ -93,11 +93,11 @@ class ModelShape:
             None is the same RoPE in all layers.
         dynamic_rope_factor: factor of dynamic NTK-aware scaling, where the RoPE base grows with the
             length of a sequence of more than ``max_position_embeddings`` tokens.
-        query_scaling: scaling of queries by their position; None is no scaling.
+        query_scaling: scaling of queries by their position; None means no scaling.
         no_rope_freq: layers without RoPE: N for every N-th layer, or a list with 1 for each layer
             without RoPE and 0 for each with it.
-        attn_logit_softcapping: c of ``c * tanh(score / c)``; None is no cap.
-        query_pre_attn_scalar: scores are divided by its square root; None is ``kv_channels``.
+        attn_logit_softcapping: c of ``c * tanh(score / c)``; None means no cap.
+        query_pre_attn_scalar: scores are divided by its square root; None means ``kv_channels``.
         attention_output_gate: attention's output is multiplied by the sigmoid of a projection.
         experts: experts of a mixture-of-experts model; None is an MLP of ``ffn_hidden_size`` a
             layer.
@@ -127,9 +127,9 @@ class ModelShape:
             (``shapes/hybrid.py``). None if all layers have both a mixer (attention of any kind) and
             an MLP.
         has_mixer, has_mlp: False only in what ``of_layer`` returns for a layer of a hybrid model.
-        rope_fp32: what of RoPE is in fp32 in a model of 16 bits. ``products``: heads are multiplied
-            by the tables in fp32, and rounded once, as in Cohere. ``tables``: the tables of cosines
-            and sines are not rounded, either, as in OLMo 2. None: neither.
+        rope_fp32: which parts of RoPE are in fp32 in a 16-bit model. ``products``: heads are
+            multiplied by the tables in fp32, and rounded once, as in Cohere. ``tables``: in
+            addition, the tables of cosines and sines are not rounded, as in OLMo 2. None: neither.
         gemma4: traits of a Gemma 4; None for other models. ``kv_channels`` and ``num_query_groups``
             are then those of layers with a window, and ``of_layer`` has those of each layer.
     """
@@ -284,14 +284,14 @@ class ModelShape:
 
     @property
     def softmax_scale(self) -> float | None:
-        """Factor of the attention scores; None is ``kv_channels ** -0.5``."""
+        """Factor of the attention scores; None means ``kv_channels ** -0.5``."""
         scalar, latent = self.query_pre_attn_scalar, self.latent_attention
         if latent is not None:
             return latent.score_factor * latent.key_channels**-0.5
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Return how many keys a token sees in a layer, numbered from 1; None is no window."""
+        """Return how many keys a token sees in a layer, numbered from 1; None means no window."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 

@@ -68,17 +68,17 @@ class ExpertShape:
         expert_bias: a constant for each expert is added to its score for the choice of experts, but
             not for their weights (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Training does not
             change the constants.
-        num_groups: number of equal groups into which the experts are divided; 1 is no groups.
+        num_groups: number of equal groups into which the experts are divided; 1 means no groups.
         group_topk: number of groups from which a token's experts are chosen. A group counts by its
             best score, or with sigmoid scores by the sum of its two best.
         scaling_factor: factor of the weights of a token's experts.
         has_biases: both linear layers of a routed expert have biases.
         router_bias: the router has a bias.
         clamp_value: limit of an expert's gate from above, and of its up projection on both sides;
-            None is no limit.
-        branch_norms: as in Gemma 4, the routed experts and the shared one have norms of their own
-            of input and output, the router norms its input, and an expert's weight is multiplied by
-            a learned factor.
+            None means no limit.
+        branch_norms: as in Gemma 4, the routed experts and the shared one each norm their input and
+            output, the router norms its input, and an expert's weight is multiplied by a learned
+            factor.
     """
 
     count: int

@@ -9,7 +9,7 @@ from nemo_aligner.config.common import MAX_COUNT
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 Frequency = int | tuple[int, ...] | None
-"""A choice of layers as in megatron-core: every N-th, or a 0 or 1 for each; None is no layer."""
+"""A choice of layers as in megatron-core: every N-th, or a 0 or 1 for each; None means no layer."""
 
 
 def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:

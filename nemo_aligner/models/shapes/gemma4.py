@@ -1,4 +1,4 @@
-"""What Gemma 4's decoder layers have and other decoders lack, read from ``model_config.yaml``."""
+"""Traits of Gemma 4's decoder layers that other decoders lack, read from ``model_config.yaml``."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Gemma4Shape:
         keys_as_values: layers without a window have no projection of values.
         global_rotary: fraction of a head's channel pairs that RoPE rotates in layers without a
             window ("proportional" RoPE): the pairs of the other channels have the frequency 0.
-        shared_layers: number of last layers that have no keys and values, and read those of the
-            last layer before them with the same kind of window.
+        shared_layers: number of layers at the end of the model that compute no keys and values, and
+            read those of the last layer before them with the same kind of window.
         double_wide: these last layers have an MLP of twice the width.
         per_layer_width: channels of each layer's input from the token's id and embedding; None if
             layers have no such input.

@@ -11,8 +11,8 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 HYBRID_PATTERN = "hybrid_override_pattern"
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 MIXERS = (MAMBA, ATTENTION)
-# Other keys by which layers differ, or that need layers with both a mixer and an MLP; and the
-# values of them that a hybrid model may have.
+# Other keys that make layers differ, or that need layers with both a mixer and an MLP, each with
+# the values that it may have in a hybrid model.
 _OTHER_LAYERS: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),

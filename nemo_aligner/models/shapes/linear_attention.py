@@ -121,7 +121,7 @@ class LinearAttentionShape:
         return matrices + of_heads, self.value_head_dim
 
 
-# Megatron's keys of Mamba-2, and this package's own for what megatron-core takes as constants.
+# Megatron's keys of Mamba-2, and this package's own keys for what megatron-core hard-codes.
 MAMBA_HEADS, MAMBA_GROUPS = "mamba_num_heads", "mamba_num_groups"
 MAMBA_STATE, MAMBA_HEAD_DIM = "mamba_state_dim", "mamba_head_dim"
 MAMBA_KERNEL, MAMBA_CONV_BIAS = "mamba_conv_kernel_dim", "mamba_conv_bias"
@@ -163,7 +163,7 @@ class Mamba2Shape(LinearAttentionShape):
     def elements_of_last_chunk(self) -> float:
         """Number of elements per token that the last chunk of a sequence has less than others.
 
-        No chunk reads the state behind it, so the state and the copy of the values that its matmul
+        No chunk reads the state after it, so the state and the copy of the values that its matmul
         reads are freed.
         """
         states = self.num_value_heads * self.key_head_dim * self.value_head_dim

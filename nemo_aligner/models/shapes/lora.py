@@ -39,8 +39,8 @@ class LoraShape:
     Each linear layer named in ``targets`` trains its ``A [rank, in]`` and ``B [out, rank]``.
 
     Attributes:
-        base_precision: the frozen weights of all linear layers are quantized like this, and an
-            archive holds their dequantized values; None if they are not quantized.
+        base_precision: precision to which the frozen weights of all linear layers are quantized; an
+            archive holds their dequantized values. None if they are not quantized.
     """
 
     rank: int

@@ -16,7 +16,7 @@ from nemo_aligner.config.common import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# This package's own key for what of RoPE is in fp32 in a model of 16 bits, and its values
+# This package's own key for the parts of RoPE that are in fp32 in a 16-bit model, and its values
 # (``ModelShape.rope_fp32``).
 ROPE_FP32 = "rope_fp32"
 FP32_PRODUCTS, FP32_TABLES = "products", "tables"

@@ -1,6 +1,6 @@
 """Clients of the servers: ``from nemo_aligner.serving.client import RewardClient``.
 
-A call passes these files in this order; none of them needs torch:
+A call passes through these files in this order; none of them needs torch:
 
 ``reward.py``            ``RewardClient``: splits a call into requests and collects their rewards
 ``partial_requests.py``  the samples of one request of a call, which are encoded when it is sent

@@ -76,7 +76,7 @@ class ServerClient(Generic[C]):
 
         Args:
             name: prefix of error messages.
-            timeout_s: deadline of one call, in seconds; None: none.
+            timeout_s: deadline of one call, in seconds; None for no deadline.
             connect: opens the connections, in the thread or the caller's event loop. It is called
                 at the first request, so that a client can be created before a fork.
             in_callers_loop: run asyncio methods in the caller's event loop, without a thread.
@@ -126,7 +126,7 @@ class ServerClient(Generic[C]):
     ) -> Future[T]:
         """Run ``work(connections, *args)`` in the background for at most ``timeout_s``.
 
-        The error after this time has the ``progress``, which ``work`` keeps up to date.
+        The error after this time reports the ``progress``, which ``work`` keeps up to date.
         """
         limited = partial(_run_with_timeout, work, args, self._timeout_s, self._name, progress)
         return self._ensure_background().submit(limited)
@@ -228,14 +228,14 @@ class Background(Generic[C]):
         begun.result()
 
     def belongs_here(self) -> bool:
-        """Tell whether the thread runs in this process.
+        """Return whether the thread runs in this process.
 
         False in a child that was forked from it.
         """
         return self._process == os.getpid()
 
     def is_current(self) -> bool:
-        """Tell whether the caller runs in this thread, e.g. as the callback of a future."""
+        """Return whether the caller runs in this thread, e.g. as the callback of a future."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:

@@ -11,8 +11,9 @@ import aiohttp
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import short
 
-# Seconds for the check of all servers together, short because somebody waits for the gateway's
-# ``/ready`` or ``/metrics``, such as Kubernetes, whose probe ends after 5 s (deploy/kubernetes).
+# Time limit in seconds for checking all servers. It is short, because a caller of the gateway's
+# ``/ready`` or ``/metrics`` waits for the check. An example is Kubernetes, whose probe times out
+# after 5 s (deploy/kubernetes).
 PROBE_S = 1.0
 CONNECT_S = 3.0
 # A handshake costs a server almost nothing, so an answer later than this means that the server
@@ -43,7 +44,7 @@ def cause_of(error: BaseException, limit_s: float | None = None) -> str:
     if isinstance(error, asyncio.TimeoutError):
         if limit_s is None:
             return "no answer in time"
-        # Within a shorter limit than that of a connection, it is unknown whether there was one.
+        # If the limit is not above that of a connection, it is unknown whether there was one.
         if limit_s <= CONNECT_S:
             return f"no answer within {limit_s:g} s"
         return f"the server accepts connections, but did not answer within {limit_s:g} s"

@@ -1,6 +1,6 @@
-"""``ContractCheck``: all rewards of a client have the same scoring contract.
+"""``ContractCheck``: check that all rewards of a client have the same scoring contract.
 
-It is the expected contract, or that of the first reward.
+This is the expected contract or, if none is expected, the contract of the first reward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ContractCheck:
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Store what is expected; ConfigError if that is no contract, hash or fingerprint."""
+        """Store what is expected; ConfigError if that is not a contract, hash or fingerprint."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted the 64 hexadecimal characters that the server "
@@ -72,7 +72,7 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether ``expect`` or the first reward has decided which contract is right."""
+        """True if ``expect`` or the first reward has decided which contract is right."""
         return self._expected is not None
 
     @property
@@ -84,7 +84,7 @@ class ContractCheck:
         return expected and f"got the model fingerprint (none), wanted {expected}"
 
     def check_fingerprint(self, server: str, fingerprint: str | None) -> None:
-        """Raise OtherModelError if a server's model has not the expected fingerprint."""
+        """Raise OtherModelError if a server's model does not have the expected fingerprint."""
         fault = self.fingerprints.find_fault(fingerprint)
         if fault is not None:
             raise OtherModelError(server, fault)
@@ -117,7 +117,7 @@ class ContractCheck:
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and model of a reward; the first one decides about all later ones.
+        """Check the contract and model of a reward; later rewards must have those of the first.
 
         ``columns`` is the number of attributes of the reward.
 

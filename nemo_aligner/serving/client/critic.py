@@ -47,7 +47,7 @@ class _Connections:
         def connect(urls: Sequence[str], name: str) -> ServerPool:
             return ServerPool(urls, name, ContractCheck(expect), *patience, max_connections, token)
 
-        # Three models of one Triton server; each becomes ready by itself.
+        # Three models of one Triton server, which become ready independently.
         self.infer = connect([url], wire.INFER_NAME)
         self.train = connect([url], wire.TRAIN_NAME)
         self.save = connect([url], wire.SAVE_NAME)
@@ -71,7 +71,7 @@ class _Connections:
 class RewardCriticClient(ServerClient[_Connections]):
     """Client of a PPO critic's server: fetches values and rewards, trains the critic and saves it.
 
-    A critic with ``combine_rm_and_critic_server`` answers values and rewards together. With
+    A critic with ``combine_rm_and_critic_server`` returns values and rewards together. With
     ``reward_url``, the client queries servers of a reward model at the same time as the critic.
     """
 
@@ -94,13 +94,13 @@ class RewardCriticClient(ServerClient[_Connections]):
 
         Args:
             url: URL of the critic's server.
-            reward_url: URL or URLs of servers of a reward model, if the critic's server answers no
+            reward_url: URL or URLs of servers of a reward model, if the critic's server returns no
                 rewards.
             expect: the scoring contract, or its hash, that critic and reward model must have.
             timeout_s: deadline of one call, including retries, in seconds.
             wait_s: how long to wait for a server that is still starting, in seconds.
             retry_s: how long to wait for a server that has answered before and is gone, in seconds.
-            max_connections: most concurrent requests per server.
+            max_connections: maximum number of concurrent requests per server.
             token: bearer token that is sent to all servers; None if they require none.
 
         Raises:

@@ -28,10 +28,10 @@ from nemo_aligner.utils.errors import ServingError, one_line
 LOWEST, HIGHEST = 1.0, 5.0
 MIDDLE_RANK = 3.5
 _LAST_RANK = 6.0
-# Most bytes of an answer, and most characters at its end in which a verdict is looked for. Most
-# opening braces that are tried as the beginning of a JSON object.
+# Limits: bytes of an answer, characters at its end that are searched for a verdict, and opening
+# braces that are tried as the beginning of a JSON object.
 _MOST_BYTES, _MOST_CHARACTERS, _MOST_BRACES = 2**23, 2**16, 1000
-_SHOWN_CHARACTERS = 300  # of an error of the judge's server
+_SHOWN_CHARACTERS = 300  # length at which an error of the judge's server is cut in messages
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _PATH = "/chat/completions"
 _EMPTY = "None"  # Gym's text of an empty response
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def is_tie(self) -> bool:
-        """Tell whether two responses have the same score."""
+        """True if there are two responses with the same score."""
         return len(self.scores) == 2 and self.scores[0] == self.scores[1]
 
     @property
@@ -77,10 +77,10 @@ class Verdict:
 
 
 class JudgeError(ServingError):
-    """A request to a judge that gave no verdict.
+    """A request to a judge gave no verdict.
 
     Attributes:
-        count: name of the count of ``JudgeClient.counts`` that has failures of this kind.
+        count: key in ``JudgeClient.counts`` under which failures of this kind are counted.
         is_final: whether the same request would fail again.
         pause_s: seconds after which the judge accepts requests again; None if unknown.
     """
@@ -93,7 +93,7 @@ class JudgeError(ServingError):
 
     @property
     def is_temporary(self) -> bool:
-        """Tell whether the judge may give a verdict later: it is gone, busy or slow."""
+        """True if the judge may give a verdict later: it is gone, busy or slow."""
         return self.count in ("judge_slow", "judge_unreachable")
 
 
@@ -216,7 +216,7 @@ class JudgeClient:
         """Return the text of a chat completion, and count its tokens.
 
         Raises:
-            JudgeError: the content is no chat completion, or the judge refuses to answer.
+            JudgeError: the content is not a chat completion, or the judge refuses to answer.
         """
         try:
             completion = json.loads(content)
@@ -233,7 +233,7 @@ class JudgeClient:
             RecursionError,
         ) as error:
             excerpt = one_line(content[:200].decode(errors="replace"))
-            reason = f"its answer is no chat completion: {excerpt!r}"
+            reason = f"its answer is not a chat completion: {excerpt!r}"
             raise JudgeError(reason, "judge_malformed") from error
         if refusal or reason == "content_filter":
             cause = f"it refuses to answer: {one_line(refusal or reason)}"
@@ -333,7 +333,7 @@ def parse_verdict(text: str, num_responses: int) -> Verdict | None:
 
 
 def _find_objects(text: str) -> list[dict[str, Any]]:
-    """Return all JSON objects in a text that are not inside of another one."""
+    """Return all JSON objects in a text that are not inside another one."""
     decoder, objects, position = json.JSONDecoder(), [], text.find("{")
     for _ in range(_MOST_BRACES):
         if position < 0:

@@ -1,4 +1,4 @@
-"""``PartialRequest``: a part of a call that one request carries.
+"""``PartialRequest``: the part of a call that is sent in one request.
 
 A call of any size is split into requests that the servers accept, and each is encoded when it is
 sent.
@@ -18,7 +18,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 Split = Callable[[int], "list[PartialRequest]"]
 Encode = Callable[[Sequence[Any]], Tensors]
-# Errors while encoding a row: a value that JSON does not have, half of a surrogate pair (invalid
+# Errors while encoding a row: a value that JSON cannot represent, half of a surrogate pair (invalid
 # Unicode), or lists that are nested too deeply.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 

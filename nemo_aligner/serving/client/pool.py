@@ -1,7 +1,8 @@
 """``ServerPool``, the servers of a client: each request goes to an available server.
 
-That is the least busy one, or for samples with a ``prefix`` the server that had the prefix before,
-unless it is much busier than the others: its prefix cache then has the beginning of a dialogue.
+It goes to the least busy server or, for samples with a ``prefix``, to the server that had this
+prefix before, because the prefix cache of that server has the beginning of the dialogue. If that
+server is much busier than the others, another one gets the request.
 
 If no server is available, a request waits for one. Before the client has seen a ready server, a
 request waits up to ``wait_s``, because a server may still be starting. Afterwards, it waits up to
@@ -38,16 +39,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A server that had the prefix of a request before gets it, if it has at most this many requests in
-# flight more than the least busy server. To wait for a few requests takes less time than to compute
-# a long dialogue again; without a limit, a prefix of all samples would leave other servers idle.
+# A server that had the prefix of a request before gets the request, if it has at most this many
+# requests in flight more than the least busy server. Waiting for a few requests takes less time
+# than computing a long dialogue again. Without a limit, a prefix that all samples share would leave
+# other servers idle.
 _MOST_EXTRA_REQUESTS = 4
-# Seconds without any server after which a line says what the client waits for.
+# Seconds without any server after which the log reports what the client waits for.
 _QUIET_S = 5.0
 
 
 class UnansweredError(ServingError):
-    """A request got no answer; ``progress`` says how much of its call was answered."""
+    """A request got no answer; ``progress`` describes how much of its call was answered."""
 
     progress = ""
 
@@ -58,12 +60,12 @@ class UnansweredError(ServingError):
 class NoServerError(UnansweredError):
     """No server has answered.
 
-    ``trouble`` lists why, for each server; ``advice`` says what the user can do.
+    ``trouble`` lists the reason for each server; ``advice`` is what the user can do.
     """
 
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
-        self.trouble = trouble  # for commands, which have other settings than ``advice`` names
+        self.trouble = trouble  # for commands: ``advice`` names settings that they do not have
 
 
 class RequestTimeoutError(UnansweredError):
@@ -75,7 +77,7 @@ class NoKServeError(ServingError):
 
 
 class TooManyRowsError(Exception):
-    """No available server accepts so many rows; ``limit`` is the most rows that one accepts."""
+    """No available server accepts so many rows; ``limit`` is the most that any of them accepts."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"at most {limit} rows")
@@ -153,7 +155,7 @@ class ServerPool:
         self._handshakes: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
-        """Return the most rows that a request may have, and the number of available servers.
+        """Return the maximum number of rows of a request, and the number of available servers.
 
         Raises:
             ServingError: no server is available.
@@ -389,8 +391,8 @@ class ServerPool:
                 if not fitting:
                     raise TooManyRowsError(max(server.limit or 1 for server in ready))
                 return _pick(fitting, prefix)
-            # A full server has said when it has room again, so waiting for it does not count toward
-            # wait_s or retry_s.
+            # A full server has announced when it has room again, so waiting for it does not count
+            # toward wait_s or retry_s.
             if not any(server.is_full(time_s) for server in self._servers):
                 self._give_up_if_hopeless(search)
                 search.note_trouble(time_s)

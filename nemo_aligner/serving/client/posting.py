@@ -15,7 +15,8 @@ from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# Most requests in flight. vLLM batches concurrent requests, so one at a time would be far slower.
+# Maximum number of requests in flight. vLLM batches concurrent requests, so sending one at a time
+# would be far slower.
 _MOST_CONCURRENT = 16
 
 

@@ -1,7 +1,7 @@
 """RewardClient: score samples over HTTP with blocking calls, futures or asyncio.
 
-A call of any size is split into requests that the servers accept. An answer has the reasons of all
-rows without a reward. Triton and earlier servers reject a whole request if one row is bad, and name
+A call of any size is split into requests that the servers accept. An answer has a reason for each
+row without a reward. Triton and earlier servers reject a whole request if one row is bad, and name
 the row; the client then sends the other rows again. Repeating a request is harmless, because
 scoring has no side effects.
 """
@@ -89,18 +89,18 @@ class RewardClient(ServerClient[ServerPool]):
             model_name: name of the model on the servers
             expect: the expected scoring contract or its hash; if None, that of the first answer
             expect_fingerprint: fingerprint of the only model whose rewards are accepted
-            timeout_s: deadline of one call, including retries, in seconds; None: none. A call of
-                many samples may take long although the servers answer each of its requests. For
-                such calls, set ``timeout_s=None`` and ``request_timeout_s``
+            timeout_s: deadline of one call, including retries, in seconds; None for no deadline. A
+                call of many samples may take long even if the servers answer each of its requests.
+                For such calls, set ``timeout_s=None`` and ``request_timeout_s``
             wait_s: how long to wait for a server that is still starting, in seconds
             retry_s: how long to wait for a server that has answered before and is gone, in seconds
-            max_connections: most concurrent requests per server
+            max_connections: maximum number of concurrent requests per server
             token: the servers' bearer token, if they require one
             in_callers_loop: run asyncio methods in the calling event loop, which must always be the
-                same one, instead of a thread. It saves two hand-overs between threads per request.
+                same one, instead of a thread. This saves two switches between threads per request.
                 Call only the asyncio methods of such a client, and close it with ``aclose``
             request_timeout_s: deadline of each request of a call, including its retries, in
-                seconds; None: only that of the call
+                seconds; None for only the deadline of the call
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
@@ -139,7 +139,7 @@ class RewardClient(ServerClient[ServerPool]):
     def fingerprint(self) -> str | None:
         """Model fingerprint of the latest answer; None before the first answer, or if it has none.
 
-        ``contract()`` queries a server, too, so it updates the fingerprint.
+        ``contract()`` also queries a server, so it updates the fingerprint.
         """
         return self._contract_check.fingerprints.latest
 
@@ -282,12 +282,12 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(ServerPool.fetch_statistics)
 
     def _submit_rows(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
-        """Do what ``_submit`` does for a call that scores rows; an error has its progress."""
+        """Submit a call that scores rows (see ``_submit``); its errors report the progress."""
         progress = Progress()
         return self._submit(partial(work, progress), *args, progress=progress)
 
     async def _run_rows(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Do what ``_run`` does for a call that scores rows; an error has its progress."""
+        """Run a call that scores rows (see ``_run``); its errors report the progress."""
         progress = Progress()
         return await self._run(partial(work, progress), *args, progress=progress)
 
@@ -318,8 +318,8 @@ def _prepare_split(texts: Sequence[Text], principle: Principles) -> tuple[int, S
 
 # RowCollector puts the rewards of a call in the caller's order, and records why rows were rejected.
 
-# Most rows of a request. Larger requests gain nothing, because the server merges waiting requests;
-# and a rejected or lost request is sent again as a whole.
+# Maximum number of rows of a request. Larger requests gain nothing, because the server merges
+# waiting requests, and a rejected or lost request is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
 
@@ -380,7 +380,7 @@ class RowCollector:
                 raise
         self._check_call(total)
         self._log_problems(total)
-        # If every row was rejected, no answer tells the number of attributes.
+        # If every row was rejected, no answer shows the number of attributes.
         rewards = self._place_output("rewards", total)
         if rewards is None:
             rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
@@ -396,10 +396,11 @@ class RowCollector:
         )
 
     def _check_call(self, total: int) -> None:
-        """Raise the refusal if the call is at fault, e.g. by a wrong model name, and not its rows.
+        """Raise the refusal if the call is at fault and not its rows, e.g. for a wrong model name.
 
-        This is so if every row was rejected for the same reason. A single request tells less, as
-        rows of similar length are sent together, so all of its samples may be too long.
+        The call is at fault if every row was rejected for the same reason. That all rows of a
+        single request were rejected proves less: rows of similar length are sent together, so all
+        of them may be too long.
         """
         reasons = {refusal.reason for refusal in self._unnamed.values()}
         if total > 1 and len(self._unnamed) == total and len(reasons) == 1:
@@ -503,7 +504,7 @@ class RowCollector:
 
 
 # How much of a sample's beginning stands for the prefix that later samples may share. Shorter
-# samples have no prefix: to compute them again takes less time than to wait for a busy server.
+# samples have no prefix: computing them again takes less time than waiting for a busy server.
 _PREFIX_CHARACTERS = 1024
 _PREFIX_TOKENS = 256
 

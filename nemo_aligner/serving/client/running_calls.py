@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class RunningCalls:
-    """Calls of a server that other servers can answer as well; false if there are none."""
+    """The running calls of one server that other servers could also answer; falsy if empty."""
 
     def __init__(self) -> None:
         # For each running call a future, which gets the reason why the call ends.

@@ -26,7 +26,7 @@ from nemo_aligner.utils.console import Counter
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
 
 _log = logging.getLogger(__name__)
-_QUERIES = 16  # most samples per request to ``/get_reward``
+_QUERIES = 16  # maximum number of samples per request to ``/get_reward``
 
 
 class ServedScorer:
@@ -56,7 +56,7 @@ class ServedScorer:
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
-        # If the server rejected every sample, its answer does not tell the number of attributes.
+        # If the server rejected every sample, its answer does not show the number of attributes.
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 
@@ -121,7 +121,7 @@ def _vllm_body(sample: Text) -> dict[str, Any]:
 class QueryScorer:
     """Scores with ``/get_reward`` of OpenRLHF (tested with 0.11), or of a server of this package.
 
-    ``/get_reward`` takes raw texts, so conversations are written in the chat template of the
+    ``/get_reward`` takes raw texts, so conversations are rendered with the chat template of the
     policy's ``tokenizer``.
     """
 
@@ -142,7 +142,7 @@ class QueryScorer:
         """Score N samples: rewards ``[N, 1]``, with NaN for rejected samples.
 
         Raises:
-            ConfigError: a sample is a conversation, and there is no chat template to write it in.
+            ConfigError: a sample is a conversation, and there is no chat template to render it.
             ServingError: the server does not answer, or not every query has one number in the
                 answer.
         """
@@ -185,7 +185,7 @@ class QueryScorer:
             self._send_queries(rejected, rewards, errors, 1)
 
     def _write(self, sample: Text) -> str:
-        """Write a sample as text in the policy's chat template, like OpenRLHF's trainer does."""
+        """Render a sample with the policy's chat template, as OpenRLHF's trainer does."""
         tokenizer = self.tokenizer
         if isinstance(sample, str):
             return sample
@@ -208,7 +208,7 @@ class QueryScorer:
 
 
 def _rejects_sample(answer: JsonAnswer) -> bool:
-    """Tell whether an unsuccessful answer blames the sample, which then gets no reward.
+    """Return whether an unsuccessful answer blames the sample, which then gets no reward.
 
     Any other failure ends the whole call.
     """

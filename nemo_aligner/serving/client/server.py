@@ -80,7 +80,7 @@ class RemoteServer:
 
     Attributes:
         url: the URL for messages, without a password.
-        limit: most rows of a request; None until a handshake has succeeded.
+        limit: maximum number of rows of a request; None until a handshake has succeeded.
         fault: why it gets no requests, if waiting does not help, e.g. another contract; else None.
         trouble: why the server gets no requests now, for messages; empty if it has not failed.
         is_foreign: the last handshake was answered by a server of another protocol.
@@ -106,7 +106,7 @@ class RemoteServer:
             model_name: name of the model on the server.
             contract_check: compares the contracts of all servers of the client.
             reads_contract: whether a handshake compares the contract.
-            has_substitute: tells whether another server can answer the requests of this one now.
+            has_substitute: returns whether another server can answer the requests of this one now.
         """
         self.url = hide_password(url)
         self.name = f"{self.url}, {model_name}"
@@ -120,7 +120,7 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # True while the log says that the server gets no requests; then its return is logged, too.
+        # True after it was logged that the server gets no requests; then its return is also logged.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -129,11 +129,11 @@ class RemoteServer:
         self._running_calls = RunningCalls()
 
     def is_ready(self, time_s: float) -> bool:
-        """Tell whether the server may get requests for rewards."""
+        """Return whether the server may get requests for rewards."""
         return self.limit is not None and time_s >= self.again_at
 
     def is_full(self, time_s: float) -> bool:
-        """Tell whether the server is full: the pause of its ``Retry-After`` is not over."""
+        """Return whether the server is full: the pause of its ``Retry-After`` is not over."""
         return self.limit is not None and self._has_retry_after and time_s < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
@@ -242,7 +242,7 @@ class RemoteServer:
             return error.text
         except UnavailableError as error:
             self.fault = None
-            # A server that is only slow misses a probe's limit, too. The longer limit of a
+            # A server that is only slow may also miss a probe's limit. The longer limit of a
             # handshake decides whether it hangs, which ends its running calls.
             if error.is_hang and self.limit is None and self._running_calls:
                 self.start_handshake()
@@ -266,7 +266,7 @@ class RemoteServer:
             raise UnavailableError(cause_of(error, PROBE_S), is_hang=True) from error
 
     async def statistics(self) -> dict[str, float] | None:
-        """Fetch counts since the server's start; empty if it has none, None if no answer."""
+        """Fetch counts since the server's start; empty if it has none, None without an answer."""
         try:
             with self._tracking_request():
                 outputs = await self._fetch_publication(PROBE_S)
@@ -327,8 +327,8 @@ class RemoteServer:
                 self._back_off(error)
             else:
                 self._set_fault(ServingError(f"{self.name}: {error}"))
-            # Without a substitute, an answer is still possible, if the server goes on later. A
-            # server that only takes no more connections may still answer what it has.
+            # Without a substitute, keep waiting, because the server may continue later. And a
+            # server that only accepts no new connections may still answer the requests it has.
             if error.is_hang and self._has_substitute():
                 self._running_calls.end(str(error))
         except ServingError as error:
@@ -350,7 +350,7 @@ class RemoteServer:
             self._back_off(UnavailableError(reason))
         elif _needs_correction(error):
             self._set_fault(error)
-        elif error.status == 404:  # a server that is ready, such as a critic's, but of other models
+        elif error.status == 404:  # a server that is ready but has other models, e.g. a critic's
             fix = advice or f". Pass the URL of a server of {self._model_name}"
             self._set_fault(RefusedError(self.name, error.status, error.message + fix))
         else:  # the model is still loading; try again later
@@ -383,7 +383,7 @@ class RemoteServer:
             if _needs_correction(error):
                 raise
             # A server of NVIDIA's NeMo-Aligner has no contract; one of this package rejects the
-            # request only while it loads its model. Which of them this is, is not known.
+            # request only while it loads its model. It is unknown which of the two this is.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
@@ -477,7 +477,7 @@ class RemoteServer:
 
 
 def _needs_correction(error: ServingError) -> bool:
-    """Tell whether the token or the URL is wrong; then neither waiting nor other servers help."""
+    """Return whether token or URL is wrong; then neither waiting nor other servers help."""
     if not isinstance(error, RefusedError):
         return False
     return error.kind is FailureKind.unauthorized or 300 <= error.status < 400

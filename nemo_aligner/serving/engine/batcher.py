@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
 """Starts to compute N rows, and returns the future of N arrays; calls run one after another."""
 
-# Most calls of the model at a time: one that runs, and one that is ready to follow it.
+# Maximum number of calls of the model at a time: one that runs, and one that is ready to follow it.
 _MOST_CALLS = 2
 # Rows considered for a call: the oldest ones, up to this many times the tokens of a call. Shared
 # prefixes count once, so more rows may fit than the sum of their lengths suggests.
@@ -35,7 +35,7 @@ _GATHER = 0.05
 
 
 class _Request:
-    """The rows of one request, their results so far, and the future on which its sender waits."""
+    """The rows of one request, their results so far, and the future that its sender waits for."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -94,7 +94,7 @@ class Batcher:
     While a call runs, the next one is prepared if it is full. If it is not full, it waits for more
     rows until the model is free. If many rows were just answered, it waits a moment longer: their
     clients send new requests one after the other. Without this wait, the first new request would be
-    computed alone, while all others would have to wait for the next call.
+    computed by itself, while all others would have to wait for the next call.
 
     A request whose future is cancelled leaves the queue; a running call continues.
     """
@@ -109,8 +109,8 @@ class Batcher:
     ) -> None:
         """Start the batcher's thread.
 
-        With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call. ``clock`` is that of the
-        ranks, if other batchers use them, too.
+        With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call. ``clock`` is the clock of
+        the ranks, if other batchers also use them.
         """
         self._clock = clock or CallClock()
         self._execute = execute
@@ -192,7 +192,7 @@ class Batcher:
     def _notify(self) -> None:
         """Wake the batcher's thread if what it waits for has happened; the caller holds the lock.
 
-        If every request woke the thread without need, waking would take a fifth of the
+        If every request woke the thread needlessly, waking it would take a fifth of the
         interpreter's time (with 64 clients).
         """
         if self._awaited():

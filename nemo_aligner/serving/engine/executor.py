@@ -61,7 +61,7 @@ class RanksLostError(ServingError):
 # Freed memory is returned to the operating system at most once in this many calls. Without this,
 # fragments of free memory would accumulate over days, because calls differ in size.
 _CALLS_BETWEEN_TRIMS = 100
-# Interval in which rank 0 checks whether the device has finished, or another call has arrived.
+# Interval at which rank 0 checks whether the device has finished, or another call has arrived.
 _LOOK_EVERY_SECS = 2e-4
 # Between calls, workers wait in a broadcast, which may take days.
 _NO_LIMIT = timedelta(days=365)
@@ -86,8 +86,8 @@ class ModelRanks:
     """Runs operations by name on all ranks: rank 0 in ``run_leader``, workers in ``run_worker``.
 
     Operations run one at a time in the order of their submission. While a ``Launch`` runs on the
-    device, the next one may begin behind it. If the first one then fails, the next one is begun
-    again, because it may depend on state that the first one should have left behind. A worker that
+    device, the next one may already begin. If the first one then fails, the next one is begun
+    again, because it may depend on state that the first one should have stored. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
     (None while the ranks work), and all submitted operations fail. The batchers on rank 0 share
     ``clock``. ``running`` has the calls that run now; it is empty on workers.
@@ -177,7 +177,7 @@ class ModelRanks:
         """Wait for the next submitted call, and return it with its future.
 
         None at the end of the run. A call in flight is ended first, unless the next call is a
-        ``Launch`` that may begin behind it.
+        ``Launch`` that may begin while it runs.
         """
         while self._in_flight is not None:
             try:
@@ -259,7 +259,7 @@ class ModelRanks:
             self._send_and_advance(None, None)
 
     def _send_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
-        """Do what ``_advance`` does, on all ranks; called on rank 0."""
+        """Call ``_advance`` on all ranks; called on rank 0."""
         if self.world_size > 1:
             # Build both tensors before sending the first, so that workers never wait for a second
             # that failed.
@@ -321,7 +321,7 @@ class ModelRanks:
 
         Args:
             begun: the call.
-            is_followed: whether another call has begun behind this one.
+            is_followed: whether another call has begun after this one.
 
         Returns:
             False if the call has failed on any rank.
@@ -331,7 +331,7 @@ class ModelRanks:
             result = begun.arriving.wait()
         except Exception as caught:
             error = caught
-            # An error of this package says all that a user can act on.
+            # An error of this package has everything that a user can act on, without a traceback.
             with_trace = not isinstance(caught, AlignerError) or logger.isEnabledFor(logging.DEBUG)
             logger.error(
                 "rank %d could not %s: %s",

@@ -9,8 +9,8 @@ from threading import Lock
 
 import numpy as np
 
-# Most latencies to keep. Each log line clears them, but a server may never log its load, and must
-# not keep a latency for every request.
+# Maximum number of latencies to keep. Each log line clears them, but a server may never log its
+# load, and must not keep a latency for every request.
 _MOST_SECONDS = 10_000
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 # The estimate uses this many of the latest calls: enough that a single slow call hardly counts.
 _CALLS = 16
-# Most tokens of a call until the first call was measured.
+# Maximum number of tokens of a call until the first call has been measured.
 _FIRST_TOKENS = 1024
 # The limit of a call is never below this many tokens: smaller calls take about as long, because of
 # their fixed costs.
@@ -21,9 +21,9 @@ _LONG = 1 / 16
 
 @dataclass
 class CallClock:
-    """The end of the latest call on the ranks, which batchers share whose calls take turns.
+    """The end of the latest call on the ranks, shared by the batchers whose calls take turns.
 
-    A call that waited for another batcher's call then does not count the wait as its own duration.
+    With it, a call that waited for another batcher's call does not count the wait as its duration.
 
     Attributes:
         last_end: end of the latest call, in seconds of ``time.monotonic``.
@@ -39,7 +39,7 @@ class ModelPace:
     because a small call tells little about a large one.
 
     Attributes:
-        limit: most tokens of the next call.
+        limit: maximum number of tokens of the next call.
     """
 
     def __init__(self, max_secs: float, most_tokens: int) -> None:
@@ -50,7 +50,7 @@ class ModelPace:
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
     def needs(self, seconds: float) -> bool:
-        """Tell whether to add a call of ``seconds`` to the estimate.
+        """Return whether to add a call of ``seconds`` to the estimate.
 
         While the limit is ``most_tokens``, calls shorter than ``_LONG * max_secs`` are not added.
         """

@@ -2,8 +2,8 @@
 
 Keys and values (in latent attention: latents) are cached in blocks of 16 tokens. A block is
 identified by its preceding block and its own token ids. The ids themselves are compared, so no hash
-collision can change a score. The least recently used blocks are evicted first. Of one sequence, the
-last block is evicted first.
+collision can change a score. The least recently used blocks are evicted first, and within a
+sequence the last block.
 
 A layer with linear attention has a recurrent state instead of keys and values. The states of all
 such layers after a token are a "snapshot". It is as large as the keys and values of many tokens, so
@@ -14,8 +14,8 @@ recently used one is evicted first. If a snapshot was stored at a sample's end, 
 not make it recently used: that use is mostly the next turn of a dialogue, which stores a later
 snapshot.
 
-If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
-too, so that the next turn of a dialogue costs only its own tokens.
+If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are also
+cached, so that the next turn of a dialogue costs only its own tokens.
 
 Every rank has the block managers of all data parallel replicas and makes the same calls, so all
 ranks agree. The keys and values themselves are in the pool of each rank's model.
@@ -90,7 +90,7 @@ def as_key(tokens: np.ndarray) -> bytes:
 
 
 class BlockManager:
-    """Decides which block of tokens is in which place of a pool of ``capacity`` blocks.
+    """Decides where each block of tokens is stored in a pool of ``capacity`` blocks.
 
     ``states`` is the number of snapshots for which the pool has room; None for a model without
     linear attention.
@@ -121,7 +121,7 @@ class BlockManager:
         return len(self._keys)
 
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
-        """Find the cached blocks at the beginning of a sequence, which it need not compute.
+        """Find the cached blocks at the beginning of a sequence, which need not be computed.
 
         The block with the last token is not included, because the last token is always computed.
         The blocks end before the first position of ``reads`` whose outputs are not cached.

@@ -1,4 +1,4 @@
-"""A lock for futures: requests for values share the model, training and saving have it alone."""
+"""A lock for futures: requests for values share the model, training and saving use it alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReadWriteLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """Tell whether exclusive work is running or waiting."""
+        """True if exclusive work is running or waiting."""
         with self._lock:
             return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
 
@@ -51,7 +51,7 @@ class ReadWriteLock:
         return answer
 
     def _drop(self, answer: Future[Any]) -> None:
-        """Remove work that was cancelled before it began; the work behind it may then begin."""
+        """Remove work that was cancelled before it began; the work after it may then begin."""
         with self._lock:
             is_dropped = self._waiting.pop(answer, None) is not None
         if is_dropped:

@@ -1,7 +1,7 @@
 """The calls that run on the ranks now, and for how long, because a call may hang forever.
 
 A rank that waits in a kernel or collective that never ends still sends heartbeats, which come from
-another thread. So only the duration of its call tells that it hangs.
+another thread. So only the duration of its call shows that it hangs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-# Part of the limit after which a running call makes the server unready.
+# Fraction of the limit after which a running call makes the server unready.
 _UNREADY_PART = 1 / 5
-# Seconds between two looks at the running call: this part of the limit, but not more than this.
+# Interval between two checks of the running call: this fraction of the limit, up to a maximum in
+# seconds.
 _LOOK_PART, _MAX_LOOK_SECS = 1 / 20, 5.0
 
 
 @dataclass(frozen=True)
 class LongOperation:
-    """An operation whose calls may take any time, such as training, so none counts as hung.
+    """An operation whose calls may take any amount of time, e.g. training: none counts as hung.
 
     ``run`` is collective: each rank calls it with the same arguments.
     """
@@ -39,7 +40,7 @@ class RunningCall:
     Attributes:
         operation: name of its operation.
         begun: when its computation began, in seconds of ``time.monotonic``.
-        is_long: whether it may take any time.
+        is_long: whether it may take any amount of time.
     """
 
     operation: str
@@ -59,15 +60,15 @@ class RunningCall:
 class RunningCalls:
     """The calls that have begun on the ranks and not ended; any thread may call the methods.
 
-    The ranks compute one call at a time, in the order in which they begin. A call that has begun
-    behind another one is computed from the end of that one on.
+    The ranks compute one call at a time, in the order in which they begin. If a call begins while
+    another one is computed, its computation starts when that one ends.
 
     Attributes:
         look_secs: seconds between two calls of ``find_hung``.
     """
 
     def __init__(self, max_secs: float) -> None:
-        """Set the limit: a call that takes longer than ``max_secs`` hangs; 0: there is none."""
+        """Set the limit: a call that takes longer than ``max_secs`` hangs; 0 means no limit."""
         self._max_secs = max_secs
         self.look_secs = min(_MAX_LOOK_SECS, _LOOK_PART * max_secs)
         self._lock = Lock()
@@ -98,8 +99,8 @@ class RunningCalls:
     def find_hung(self) -> str | None:
         """Return the reason if the running call hangs; call this every ``look_secs``.
 
-        A call hangs if two looks find it beyond the limit: after the process was suspended for
-        long, such as by Slurm, its call gets the time of a look to end.
+        A call hangs if two successive checks find it beyond the limit. So after the process was
+        suspended for long, e.g. by Slurm, its call has the time between two checks to end.
         """
         suspect, self._suspect = self._suspect, self._find_longer_than(self._max_secs)
         if suspect is None or suspect != self._suspect:

@@ -81,7 +81,7 @@ class RewardScorer(TokenScorer):
             contract: the model's scoring contract.
             tokenizer: the tokenizer that the contract describes.
             layout: parallel layout of the ranks.
-            micro_batch_tokens: most tokens of a pack.
+            micro_batch_tokens: maximum number of tokens in a pack.
             watch: called with the number of scored samples and their total.
             prefix_cache_tokens: size of the prefix cache; 0 for none.
             fingerprint: fingerprint of the weights; None if unknown.
@@ -185,7 +185,7 @@ class RewardScorer(TokenScorer):
         return TurnEnd.of(self.contract.chat_template(self._tokenizer), self._tokenizer)
 
     def sample_frame(self) -> SampleFrame | None:
-        """Return the contract's chat template text around a sample.
+        """Return the text that the contract's chat template writes around a sample.
 
         None if there is no template.
         """
@@ -311,7 +311,7 @@ def load_scorer(
         path: the archive.
         layout: parallel layout of the ranks.
         precision: precision in which the model computes; None for the contract's ``dtype``.
-        micro_batch_tokens: most tokens of a pack.
+        micro_batch_tokens: maximum number of tokens in a pack.
         watch: called with the number of scored samples and their total.
         prefix_cache_tokens: size of the prefix cache; 0 for none.
         invariant_rows: rows per matmul, with which rewards are bit-identical in any batch; see

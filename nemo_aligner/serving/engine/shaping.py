@@ -76,12 +76,12 @@ class RewardShaper:
 
     @property
     def needs_lengths(self) -> bool:
-        """Tell whether ``shape`` needs the lengths of the replies."""
+        """True if ``shape`` needs the lengths of the replies."""
         return self._shaping.length_penalty > 0
 
     @property
     def keeps_steps(self) -> bool:
-        """Tell whether rewards of single turns or steps can be shaped.
+        """True if rewards of single turns or steps can be shaped.
 
         They cannot with a length penalty, which is for a whole reply, or with running statistics,
         which are computed from one reward per sample.
@@ -216,7 +216,7 @@ class RewardShaper:
         )
 
     def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-        """Combine the models' rewards ``[N, M, A]`` to ``[N, A]`` by the ensemble's rule.
+        """Combine the models' rewards ``[N, M, A]`` into ``[N, A]`` by the ensemble's rule.
 
         ``deviation [N, A]`` is the standard deviation over the models.
         """
@@ -268,7 +268,7 @@ class RunningStatistics:
     """Mean and standard deviation of all rewards so far, for each model and attribute.
 
     A server saves them to a file, if one is configured, so that a restart does not lose them. Means
-    and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
+    and sums of squared differences are updated as in Chan, Golub and LeVeque (1983).
     """
 
     def __init__(self, file: str | None, contracts: list[str], shape: tuple[int, int]) -> None:

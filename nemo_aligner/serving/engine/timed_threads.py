@@ -73,10 +73,10 @@ class _AbandonedJobError(Exception):
 
 
 class _ThreadCounts:
-    """The numbers of a pool's threads, by what they do; any thread may call the methods.
+    """Counts a pool's threads by what they do; any thread may call the methods.
 
     Attributes:
-        num_hanging: threads whose step has not ended, although its limit is over.
+        num_hanging: threads whose step has not ended, although its time limit has passed.
     """
 
     def __init__(self, num_threads: int, max_replaced: int) -> None:
@@ -90,18 +90,21 @@ class _ThreadCounts:
 
     @property
     def are_all_hanging(self) -> bool:
-        """Tell whether no thread will take another job; also true if there is no thread."""
+        """True if no thread will take another job, which includes that there is no thread."""
         with self._lock:
             return self._num_alive == self.num_hanging
 
     def needs_thread(self, num_jobs: int) -> bool:
-        """Tell whether ``num_jobs`` waiting jobs need another thread, and the pool may have it."""
+        """Return whether ``num_jobs`` waiting jobs need another thread that the pool may start."""
         with self._lock:
             has_room = self._num_alive - self._num_replaced < self._num_threads
             return has_room and num_jobs > self._num_idle
 
     def add_thread(self, change: int = 1) -> None:
-        """Count a thread that begins, and is idle until its first job; -1: that ends while idle."""
+        """Count a new thread, which is idle until its first job.
+
+        ``change`` is -1 for a thread that ends while it is idle.
+        """
         with self._lock:
             self._num_alive += change
             self._num_idle += change
@@ -111,9 +114,9 @@ class _ThreadCounts:
             self._num_idle -= 1
 
     def end_job(self, *, is_replaced: bool, is_hanging: bool) -> bool:
-        """Count a thread whose job has ended as idle; False if its replacement makes it needless.
+        """Count a thread whose job has ended as idle; return False if it must end.
 
-        The thread must then end.
+        It must end if its replacement has made it superfluous.
         """
         with self._lock:
             self._num_replaced -= is_replaced
@@ -124,7 +127,7 @@ class _ThreadCounts:
             return is_needed
 
     def replace_thread(self) -> bool:
-        """Let another thread begin for one with a slow job; False if too many are replaced."""
+        """Allow another thread in place of one with a slow job; False if too many are replaced."""
         with self._lock:
             can_replace = self._num_replaced < self._max_replaced
             self._num_replaced += can_replace
@@ -266,7 +269,7 @@ class TimedThreads:
             limit_secs: a step that takes longer fails, with ``message``.
             message: see ``limit_secs``.
             max_replaced: maximum number of replaced threads whose steps have not ended. While that
-                many hang, jobs are refused.
+                many hang, jobs are rejected.
             replaces_slow: whether a thread is replaced if its step is slow, so that other jobs do
                 not wait for it. If False, only one whose step hangs is replaced.
         """
@@ -278,7 +281,7 @@ class TimedThreads:
 
     @property
     def problem(self) -> str | None:
-        """Why jobs are refused now; None if they are run."""
+        """Why jobs are rejected now; None if they are run."""
         num_hanging = self._counts.num_hanging
         if num_hanging < self._max_replaced:
             return None
@@ -314,7 +317,7 @@ class TimedThreads:
     def _watch(self, job: _Job[Any]) -> None:
         if job.has_ended or job.result.cancelled():
             return
-        # First of all: if this method fails, the job must still be watched the next time.
+        # Schedule the next check first, so that the job is still watched if this one fails.
         asyncio.get_running_loop().call_later(_WATCH_SECS, self._watch, job)
         if job.has_begun:
             job.watch()

@@ -1,4 +1,4 @@
-"""TokenScorer: what the server, evaluation and the Python API ask of a model or an ensemble."""
+"""TokenScorer: the interface of a model or ensemble to server, evaluation and Python API."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TokenScorer(ABC):
 
     @abstractmethod
     def adds_special_tokens(self, text: str) -> bool:
-        """Tell whether BOS or EOS is added to a raw text.
+        """Return whether BOS or EOS is added to a raw text.
 
         Raises:
             DataError: the text cannot be scored.

@@ -1,6 +1,6 @@
 """The HTTP front: one port on which a server or gateway answers every protocol.
 
-A request passes these files in this order:
+A request passes through these files in this order:
 
 ``listen.py``      opens the port, and runs uvicorn in the main thread or in another one
 ``handshake.py``   TLS handshakes, which count as connections while they last
@@ -14,5 +14,5 @@ A request passes these files in this order:
 
 ``metrics.py`` counts requests, rows and connections for Prometheus; ``notices.py`` logs the first
 request of each kind that its sender has to correct. No module here imports torch, because a gateway
-uses the front, too, and runs without torch.
+also uses the front, and runs without torch.
 """

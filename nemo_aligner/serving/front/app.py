@@ -3,7 +3,7 @@
 A request passes three checks in this order: the limits of its connection (``connection.py``, before
 anything is read), the bearer token, and the route. KServe v2 is answered by ``kserve.py``. FastAPI
 has the routes of all other protocols (``serving/protocols/``), health, metrics and OpenAPI. All of
-them exist also under ``/models/NAME``, for one of several models.
+them also exist under ``/models/NAME``, for one of several models.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Front:
 
     Attributes:
         is_ready: whether requests are answered; ``/ready`` and KServe's readiness report it.
-        models: score the requests; empty if there are only KServe endpoints.
+        models: the models that score requests; empty if there are only KServe endpoints.
         metrics: counts requests and rows.
     """
 
@@ -103,7 +103,7 @@ class Front:
         """Build the application.
 
         Args:
-            models: score the requests, the main one first; none for a critic.
+            models: the models that score requests, the main one first; empty for a critic.
             endpoints: KServe endpoints outside ``/models/NAME``.
             config: address, access and limits.
             token: bearer token that requests need, except for health, readiness and tensor shapes;
@@ -144,7 +144,7 @@ class Front:
         name, path = split_model_path(outer)
         if outer == scope["path"]:
             path = gym.ROLLOUT_PREFIX.sub("", path)
-        # FastAPI's routes begin after root_path, and its page /docs finds /openapi.json by it.
+        # FastAPI's routes begin after root_path, and its page /docs uses it to find /openapi.json.
         prefix = scope["path"].removesuffix(path)
         # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -182,7 +182,7 @@ class Front:
         await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
-        """Tell whether a request needs no bearer token."""
+        """Return whether a request needs no bearer token."""
         if self._token is None or path in _OPEN_PATHS:
             return True
         # These paths are open because clients of Triton read the names and shapes of tensors first,
@@ -190,7 +190,7 @@ class Front:
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
-        # /v2/rerank belongs to Cohere's protocol, and not to KServe, also if misspelled by a slash.
+        # /v2/rerank belongs to Cohere's protocol, not to KServe, even with a slash too many.
         is_other = path.rstrip("/") in self._routes
         return path == "/v2" or (path.startswith("/v2/") and not is_other)
 
@@ -200,7 +200,7 @@ class Front:
             return {}
         if not self._routes:
             return {"local": None}  # a critic
-        # At the same time, because one model's backends may be slow to answer.
+        # Probe all at the same time, because one model's backends may be slow to answer.
         probed = await asyncio.gather(*(model.scoring.probe() for model in self.models))
         return {name: reason for states in probed for name, reason in states.items()}
 
@@ -325,7 +325,7 @@ def _route_path(request: Request) -> str:
 
 
 def _logged_path(request: Request) -> str:
-    """Return the path of a request without its rollout's prefix: every rollout has its own."""
+    """Return the path of a request without its rollout's prefix, which differs for each rollout."""
     model = model_of(request)
     path = _route_path(request)
     return path if model is None else f"/models/{model.name}{path}"

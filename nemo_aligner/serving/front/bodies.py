@@ -77,7 +77,7 @@ class BodyReader:
         encoding = headers.get("content-encoding", "")
         if not is_packed(body, encoding):
             return await call_by_size(size, unpack_body, body, encoding, max_bytes)
-        # Decompress by the largest possible size: even a small body may unpack to max_bytes.
+        # Choose the thread by the largest possible size: even a small body may unpack to max_bytes.
         unpacked = await call_by_size(max_bytes, unpack_body, body, encoding, max_bytes)
         self._count(len(unpacked))
         return unpacked

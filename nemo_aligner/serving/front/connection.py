@@ -48,7 +48,7 @@ CHUNK_FRAMING_BYTES = 16
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 END_OF_HEAD = b"\r\n\r\n"
-# Headers that decide target, sender or end of a request: two could contradict each other.
+# Headers that decide the target, sender or end of a request: two of them could be contradictory.
 SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
 
 
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
         """Return whether this new connection may stay; if not, reject it.
 
         At the limit, the longest idle connection is closed: clients that keep idle connections must
-        not lock out health checks. In a flood, those closed may still be open, so it is rejected.
+        not lock out health checks. In a flood, reject this one: the closed ones may still be open.
         """
         count = len(self.connections)
         is_flood = count > self.limits.max_refused_connections
@@ -294,7 +294,7 @@ class Connection(HttpToolsProtocol):
         if not end:
             end = size
         else:
-            # Limit empty lines, too, because each costs as much as a chunk.
+            # Also limit empty lines, because each costs as much as a chunk.
             self.empty_lines += 1
             if self.empty_lines > limits.max_chunks + 1:
                 raise limits.too_many_chunks()
@@ -518,7 +518,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def has_aged(self) -> bool:
-        """Tell whether the connection ends with the answer that begins now.
+        """Return whether the connection ends with the answer that begins now.
 
         A client that opens another connection may reach a server that was added to a Kubernetes
         Service, which balances connections, not requests. Waiting pipelined requests are answered

@@ -14,7 +14,7 @@ from nemo_aligner.serving.front.limits import error_body
 class AnswerTransport:
     """The transport that an answer is written to.
 
-    ``close`` may wait for the client to read. ``has_aged`` tells whether the connection ends with
+    ``close`` may wait for the client to read. ``has_aged`` returns whether the connection ends with
     the answer that begins now, because of its age.
     """
 

@@ -1,6 +1,6 @@
 """TLS handshakes, which count as connections while they last.
 
-uvicorn alone creates a connection only when its handshake is done: until then, no limit would
+By itself, uvicorn creates a connection only when its handshake is done. Until then, no limit would
 apply, and asyncio would wait 60 seconds for the handshake.
 """
 

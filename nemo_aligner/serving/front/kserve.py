@@ -2,16 +2,18 @@
 
 =====================================  ===========================================================
 ``GET /v2``                            name, version and extensions of the server
-``GET /v2/health/live``, ``ready``     200, or 503 until the server is ready
+``GET /v2/health/live``                200
+``GET /v2/health/ready``               200, or 503 until the server is ready
 ``GET /v2/models/M``                   names, datatypes and shapes of the tensors of model M
 ``GET /v2/models/M/ready``             200, or 503 until the server is ready
 ``GET /v2/models/M/config``            Triton's model configuration, which clients read first
-``GET /v2/models/M/stats``             numbers and times of requests to M, in Triton's form
+``GET /v2/models/M/stats``             counts and durations of requests to M, in Triton's form
+``GET /v2/models/stats``               the same for all models
 ``POST /v2/models/M/infer``            tensors in, tensors out
 ``POST /v2/repository/index``          names of all models
 =====================================  ===========================================================
 
-``/versions/1`` may follow the name of a model. Tensors are JSON, or binary by the binary data
+``/versions/1`` may follow the name of a model. Tensors are JSON, or binary with the binary data
 extension; bodies may be compressed. For Triton's other extensions (shared memory, loading models,
 tracing, gRPC) use Triton itself: ``server.triton_port``. References: KServe's "predict protocol,
 version 2", and ``http_server.cc`` of triton-inference-server/server where its text is unclear.
@@ -50,7 +52,7 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
-_MOST_DIGITS = 12  # most digits of the header that has the length of the JSON part
+_MOST_DIGITS = 12  # maximum number of digits in the header with the length of the JSON part
 _COMPRESSION_LEVEL = 1  # gzip level 1, the fastest: higher levels hardly shrink floats further
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
@@ -91,7 +93,7 @@ class _Counts:
 class KServe:
     """Answers the paths under ``/v2`` for a list of endpoints.
 
-    ``is_ready`` is a function that tells whether requests can be answered. ``count_request`` is
+    ``is_ready`` is a function that returns whether requests can be answered. ``count_request`` is
     called with the canonical path of each inference request, its HTTP status and its duration in
     seconds.
     """
@@ -378,7 +380,7 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
 
 
 def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Map the name of each requested output to whether it shall be binary.
+    """Map the name of each requested output to whether it is to be binary.
 
     None if the request lists no outputs, which requests all of them.
 

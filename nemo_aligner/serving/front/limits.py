@@ -72,7 +72,7 @@ class ConnectionLimits:
         return self.max_open_connections + self.max_open_connections // 8 + 8
 
     def draw_lifetime(self) -> float:
-        """Draw the seconds after which the next answer ends a connection; infinite without limit.
+        """Draw the seconds after which the next answer ends a connection; infinity without a limit.
 
         They differ from ``max_connection_secs`` at random by up to a fifth.
         """

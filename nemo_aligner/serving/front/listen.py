@@ -134,7 +134,7 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
-    """Return the URL for clients: ``config.host``, and the port that the socket has got."""
+    """Return the URL for clients: ``config.host``, and the port that the socket is bound to."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.certificate_file is None else "https"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
@@ -294,7 +294,7 @@ class ReadyFile:
         self._path = None if config.ready_file is None else Path(config.ready_file)
 
     def prepare(self) -> None:
-        """Check that the file can be written, and remove one that a killed server has left.
+        """Check that the file can be written, and remove one that a killed server left behind.
 
         A script that waits for the file would otherwise continue before this server is ready.
 

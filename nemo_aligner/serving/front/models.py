@@ -14,7 +14,7 @@ from nemo_aligner.utils.errors import shown
 
 @dataclass(frozen=True)
 class HostedModel:
-    """A model with its scoring service, and with the KServe endpoints of a server of it alone."""
+    """A model with its scoring service, and the KServe endpoints as if it were the only model."""
 
     scoring: ScoringService
     endpoints: Sequence[Endpoint]
@@ -24,7 +24,7 @@ class HostedModel:
         return self.scoring.model_name
 
     def name_route(self, path: str) -> str:
-        """Return the path of a route by which metrics and the log tell this model from others."""
+        """Return the path of a route under which metrics and the log list this model."""
         return path if self.name == MODEL_NAME else f"/models/{self.name}{path}"
 
 

@@ -6,12 +6,15 @@ slime) never show the text of an error answer, so this log is the only place wit
 
 from __future__ import annotations
 
-# Most kinds that are logged, so that a scan of many paths does not fill the log.
+# Maximum number of kinds that are logged, so that a scan of many paths does not fill the log.
 _MOST_KINDS = 100
 
 
 class RequestNotices:
-    """Logs the first sample in another chat template, and the first rejected request, of a kind."""
+    """Logs foreign samples and rejected requests, only the first of each kind.
+
+    A foreign sample is one that is not in the model's chat template.
+    """
 
     def __init__(self) -> None:
         self._noted: set[tuple[str, ...]] = set()

@@ -1,4 +1,4 @@
-"""Requests to the routes of the protocols: parse a body, score it, and build answer or error."""
+"""Handle requests to the protocols' routes: parse a body, score it, and build answer or error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RouteHandler:
             return model, response
         except Exception as error:
             failure = public_failure(error)
-        # An error answer may repeat the whole body, so that of a large body is built in a thread.
+        # An error answer may repeat the whole body, so if that is large, build it in a thread.
         response = await call_by_size(size, _refuse, route, failure, body)
         path = model.name_route(route.path)
         self._notices.note_rejection(path, response.status_code, failure.message)
@@ -141,9 +141,9 @@ class RouteHandler:
     async def _score_rows(
         self, model: HostedModel, route: Route[Any], request: ScoreRequest
     ) -> ScoredRows:
-        """Score a request; rows that get ``refused_reward`` have NaN and the reason.
+        """Score a request; rows that are to get ``refused_reward`` have NaN and the reason.
 
-        Only a rejected sample gets it. If a judge or a server fails, the request fails, because the
+        Only rejected samples get it. If a judge or a server fails, the request fails, because the
         trainer can send it again.
         """
         reward = self._config.refused_reward
@@ -199,7 +199,7 @@ def model_of(request: Request) -> HostedModel | None:
 
 
 async def _blame(model: HostedModel, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-    """Find out if the prompt or the reply is at fault in a rejected request.
+    """Find out whether the prompt or the reply is at fault in a rejected request.
 
     ``other`` is the same request with a reply that is always valid.
 

@@ -1,6 +1,6 @@
 """Wire protocols: how a request becomes a ``ScoreRequest``, and rewards become an answer.
 
-A request passes these files in this order:
+A request passes through these files in this order:
 
 ``strict_json.py``   rejects JSON with duplicate keys or too deep nesting, before it is parsed
 ``base.py``          ``Route``, request bodies as pydantic models, unpacking, messages about bodies
@@ -12,7 +12,7 @@ one file a protocol  ``rewards.py`` (``/v1/rewards``, our own), ``vllm.py``, ``s
 
 KServe v2 sends tensors instead of JSON objects:
 
-``kserve_body.py``   tensors as HTTP bodies; the client uses it, too
+``kserve_body.py``   tensors as HTTP bodies; the client also uses it
 ``kserve.py``        what the tensors of ``reward_model`` and ``contract`` mean
 ``critic.py``        what the tensors of a PPO critic's endpoints mean
 

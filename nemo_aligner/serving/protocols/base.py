@@ -35,12 +35,12 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-# Most problems that the error message of one body lists.
+# Maximum number of problems that the error message of one body lists.
 _SHOWN_PROBLEMS = 3
 # pydantic reports a value that fits no branch of a union once for each branch, in nearly the same
 # words. So only this many reports are read, and the further ones are only counted.
 _READ_PROBLEMS = 8
-# Most characters of a bad value in a message, so that the line has room for the expected type.
+# Maximum length of a bad value in a message, so that the line has room for the expected type.
 _SHOWN_VALUE = 60
 # pydantic appends the branch of a union, e.g. "str", to the location of a problem. Messages omit
 # it, because it is not a key of the body.
@@ -70,8 +70,8 @@ Item = TypeVar("Item")
 # A list in a body. Validation stops at the first bad element: an error for each of millions of
 # elements would block the server for seconds.
 Items = Annotated[list[Item], Field(fail_fast=True)]
-# Most samples of one request. It is not a setting, because validating millions of samples takes
-# many seconds.
+# Maximum number of samples of one request. It is not a setting, because validating millions of
+# samples takes many seconds.
 MOST_ROWS = 2**16
 Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
 
@@ -87,7 +87,7 @@ class Served:
             no scoring contract.
         reward_threshold: from this reward on, NeMo Gym counts a reply as good.
         scale: ``reward_scale`` of the contract; None if the server publishes none.
-        refused_reward: reward of a sample that cannot be scored, on routes that take it; None if
+        refused_reward: reward of a sample that cannot be scored, on routes that use it; None if
             such a sample fails its request.
     """
 
@@ -121,7 +121,7 @@ class Served:
         return one_reward(rewards, self.weights or (1.0,)).tolist()
 
     def components(self, rewards: np.ndarray) -> list[dict[str, float]]:
-        """Return by attribute what each row of ``rewards [B, A]`` adds to its ``one_reward``."""
+        """Return, by attribute, what each row of ``rewards [B, A]`` adds to its ``one_reward``."""
         rows = weighted_components(rewards, self.weights or (1.0,)).tolist()
         return [dict(zip(self.attributes, row, strict=True)) for row in rows]
 
@@ -282,7 +282,7 @@ def unpack_body(content: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def is_packed(content: bytes, encoding: str) -> bool:
-    """Tell whether a body is compressed; then even a small one may take long to unpack."""
+    """Return whether a body is compressed; then even a small one may take long to unpack."""
     return encoding.strip().lower() == "deflate" or content.startswith(_GZIP)
 
 
@@ -345,7 +345,7 @@ def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
 
 
 def too_large(max_bytes: int) -> RequestError:
-    """Return the error of a body of more bytes than ``max_bytes``."""
+    """Return the error for a body of more than ``max_bytes`` bytes."""
     return RequestError(
         f"got a body of more than {max_bytes} bytes (max_request_bytes); send smaller requests",
         FailureKind.too_large,
@@ -435,7 +435,7 @@ def text_of(content: Any, location: str) -> str:
     """Return the text of a message's content: a string, or a list of text parts (OpenAI's form).
 
     Raises:
-        ServingError: a part is an image or anything else but text.
+        ServingError: a part is an image or anything else that is not text.
     """
     if isinstance(content, str):
         return content

@@ -4,19 +4,19 @@ Shapes follow ``base_resources_server.py`` of nemo-gym 0.7. ``responses_create_p
 prompt: ``instructions``, ``tools``, and ``input``, a string or items of OpenAI's Responses API.
 ``response.output`` is what the policy generated. The prompt and the output are scored as one
 conversation, including function calls and their results. Reasoning items are dropped. A rollout
-with a refusal, or with tools that are not functions, cannot be scored. ``principle`` is the one by
-which the reply is rewarded; a model that was trained without principles rejects it.
+with a refusal, or with tools that are not functions, cannot be scored. ``principle`` is the
+principle by which the reply is rewarded; a model that was trained without principles rejects it.
 
 A rollout without a reward gets reward 0, a ``failure_kind`` of Gym's vocabulary, and a
 ``failure_reason``. If the servers do not answer, or the rollout could not be scored with any reply,
 its 0 does not measure the policy, so ``mask_sample`` excludes it from training. Sometimes the reply
 itself is at fault: it is too long, contains the template's special tokens, has arguments that are
-not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too, unless
+not JSON, or is missing because reasoning used up all tokens. Such a rollout is also masked, unless
 ``gateway.reward_threshold`` is set: then it counts as a failed test, with reward 0.
 
-NeMo RL reads ``mask_sample`` in ``instance_config``, which has it again. A failure that may be over
-at another time also has ``_ng_failure_class``: Gym stores such a rollout apart, and runs it again
-on resume. ``reply_cut`` tells whether the policy stopped at its largest number of tokens.
+NeMo RL reads ``mask_sample`` in ``instance_config``, which repeats it. A failure that may be
+temporary also has ``_ng_failure_class``: Gym stores such a rollout separately, and runs it again on
+resume. ``reply_cut`` is true if the policy stopped at its maximum number of tokens.
 
 The HTTP status is 200 except for a body that is not a rollout, and for a failing model, e.g. one
 with NaN rewards, which would fail for every other rollout as well.
@@ -65,8 +65,8 @@ _OTHER_REPLY: Messages = [{"role": "assistant", "content": "."}]
 # Prefixes of the fields of an answer with the raw attributes, with the parts of a combined reward,
 # and of Gym's fields of a failure (``rollout_collection.py``).
 _ATTRIBUTE, _PART, _FAILURE = "attribute/", "part/", "_ng_failure_"
-# Beginnings of the kinds of failures that Gym should try again. It takes a rollout without
-# ``_ng_failure_class`` for done.
+# Prefixes of the kinds of failures that Gym should try again. A rollout without
+# ``_ng_failure_class`` is final for Gym.
 _RETRIED = ("transport_", "provider_unavailable", "judge_failed")
 
 
@@ -92,7 +92,7 @@ class PolicyResponse(Body):
 
     @property
     def is_cut(self) -> bool:
-        """Tell whether the policy had to stop at its largest number of tokens."""
+        """True if the policy had to stop at its maximum number of tokens."""
         details = self.incomplete_details
         return isinstance(details, dict) and details.get("reason") == "max_output_tokens"
 
@@ -146,7 +146,7 @@ def read(body: VerifyRequest) -> ScoreRequest:
     try:
         return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises ServingError if the prompt is unreadable, too
+        read_with_other_reply(body)  # raises ServingError if the prompt is also unreadable
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
@@ -195,7 +195,7 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
             reason = f"the reward model rejects the policy's reply: {reason}"
         return _answer_failure(body, _REFUSED, reason, is_masked=threshold is None)
     (reward,) = served.one_reward(scored.rewards)
-    # With a threshold the reward is no sum, so it has no components.
+    # With a threshold the reward is not a sum, so it has no components.
     components = {} if threshold is not None else _read_components(scored, served)
     attributes = zip(served.attributes, scored.rewards[0].tolist(), strict=True)
     parts = list_parts(scored)[0].items() if scored.parts is not None else ()
@@ -226,7 +226,7 @@ def _read_components(scored: ScoredRows, served: Served) -> dict[str, float]:
 def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
     """Answer a rollout with reward 0, or an HTTP error if Gym has no kind for this failure."""
     kind = failure.kind.gym_kind
-    # Gym ends a whole run if one rollout gets any other status than 200.
+    # Gym ends a whole run if one rollout gets any status other than 200.
     if body is None or kind is None:
         return refuse_with_detail(failure, body)
     return HttpAnswer(200, _answer_failure(body, kind, failure.message, is_masked=True))
@@ -268,13 +268,13 @@ def _answer_failure(body: VerifyRequest, kind: str, reason: str, is_masked: bool
     }
 
 
-# ``POST /compare`` scores several replies to one conversation.  Gym's ``GenRMStrategy``
+# ``POST /compare`` scores several replies to one conversation. Gym's ``GenRMStrategy``
 # (``resources_servers/genrm_compare``, August 2026) sends this request to a generative judge, which
 # compares pairs of replies. A reward model scores each reply by itself, so ``comparison_results``
 # is empty, and ``rewards`` are the model's rewards (a judge gives 1 to 5). A gateway with a judge
-# answers its comparisons, and ``parts`` of each reward. ``conversation_history``
-# has the messages before the replies; ``response_objs`` are read like the response of ``/verify``.
-# All replies are rewarded by the ``principle``, if there is one; a model that was trained without
+# returns the judge's comparisons, and ``parts`` of each reward. ``conversation_history`` has the
+# messages before the replies; ``response_objs`` are read like the response of ``/verify``. All
+# replies are rewarded by the ``principle``, if there is one; a model that was trained without
 # principles rejects it. A reply that cannot be scored gets ``refused_reward`` of the server's
 # settings. If that is null, the whole group fails, because a made-up reward would train the policy.
 
@@ -302,7 +302,7 @@ class CompareResponse(Body):
 
 
 def read_compare(body: CompareRequest) -> ScoreRequest:
-    """Append each reply to the conversation; one with which it is no conversation is rejected.
+    """Append each reply to the conversation; reject replies that do not form a valid conversation.
 
     Raises:
         ServingError: an item is not text, or the conversation is at fault, whatever the reply.
@@ -381,18 +381,18 @@ ROUTES: list[Route[Any]] = [
 #
 # ``POST /seed_session`` comes before and ``POST /close_session`` after each rollout. This server
 # keeps no state for a rollout, so both return the identifier that they got. ``POST
-# /aggregate_metrics`` comes at the end of a run with all rollouts, without their texts. Its answer
+# /aggregate_metrics`` comes at the end of a run with all rollouts, without their text. Its answer
 # has the mean, maximum, minimum, median and standard deviation of each number in them, overall and
-# per task, under Gym's names; masked rollouts are only counted. ``GET /reverify_mode`` tells that a
-# rollout may be scored again at any time. If Gym observes its rollouts, all paths begin with
+# per task, under Gym's names; masked rollouts are only counted. ``GET /reverify_mode`` reports that
+# a rollout may be scored again at any time. If Gym observes its rollouts, all paths begin with
 # ``/ng-rollout/ROLLOUT``, which is removed.
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
-_MOST_NAMES = 1000  # most names of numbers in the rollouts of a run, which usually has dozens
+_MOST_NAMES = 1000  # maximum number of numeric fields in a run's rollouts; usually there are dozens
 _MOST_IN_PYTHON = 64  # up to this many numbers, Python computes faster than numpy
 _LARGEST = sys.float_info.max
-_GYM_PREFIX = "_ng_"  # names with this prefix are Gym's internal fields, no measurements
+_GYM_PREFIX = "_ng_"  # names with this prefix are Gym's internal fields, not measurements
 _SESSION = "resources_session_id"
 # Prefix of the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
 ROLLOUT_PREFIX = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")

@@ -39,7 +39,7 @@ A row that is rejected fails the whole request, unless the request has the param
 true``. The answer then has NaN for each such row, and the output ``errors`` BYTES [B, 1]: why a row
 has no reward, empty for a row with one. A request whose rows all have rewards has no ``errors``.
 
-``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which say for each row the
+``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which give for each row the
 message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has
 only the last row and no spans. With any overlong rule but ``truncate_left``, a sample that is too
 long is an error; so is a row of ``tokens`` that is too long, because token ids are never cut.
@@ -125,9 +125,9 @@ CONTRACT_OUTPUTS = (
 
 
 def contract_name(model_name: str) -> str:
-    """Return the name of the endpoint with a model's contract; that of ``reward_model`` is short.
+    """Return the name of the endpoint that publishes the contract of ``model_name``.
 
-    The others are those of further models of a server.
+    For ``reward_model`` it is ``contract``; for any further model ``NAME.contract``.
     """
     is_main = model_name == MODEL_NAME
     return CONTRACT_MODEL_NAME if is_main else f"{model_name}.{CONTRACT_MODEL_NAME}"
@@ -251,7 +251,7 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     """Decode the scoring contract.
 
     Raises:
-        CheckpointError: the contract's version is not supported, or its hash does not fit its
+        CheckpointError: the contract's version is not supported, or its hash does not match its
             content.
     """
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
@@ -268,7 +268,7 @@ def decode_template_part(
     """Decode the output ``name``, ``turn_end`` or ``sample_frame``; None if the template has none.
 
     Raises:
-        ServingError: the server does not send it, e.g. because it is of an earlier version.
+        ServingError: the server does not send it, e.g. because it runs an earlier version.
     """
     try:
         values = _decode_json(outputs[name])

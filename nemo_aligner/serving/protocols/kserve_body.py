@@ -1,4 +1,4 @@
-"""Encode and decode tensors as HTTP bodies, by KServe v2 and its binary data extension.
+"""Encode and decode tensors as HTTP bodies, as in KServe v2 and its binary data extension.
 
 A body is a JSON object, whose length is in a header, followed by the tensors' bytes in the order in
 which the JSON lists them, little-endian. Each element of a BYTES tensor is preceded by its length
@@ -50,7 +50,7 @@ _JSON_TYPES: dict[str, set[type]] = {
     **{name: {int, float, type(None)} for name in _TYPES if name.startswith("FP")},
 }
 _LENGTH = struct.Struct("<I")
-# Most dimensions of a tensor, which is numpy 1's own limit.
+# Maximum number of dimensions of a tensor, which is the limit of numpy 1.
 _MOST_DIMENSIONS = 32
 # Largest size of one dimension: far more than a body can hold, and small enough for numpy not to
 # overflow.
@@ -96,7 +96,7 @@ def encode_body(
 
 
 def has_mark(request: Mapping[str, Any], mark: str) -> bool:
-    """Tell whether the JSON of a request has the parameter ``PROBE`` or ``ROW_ERRORS``."""
+    """Return whether the JSON of a request has the parameter ``PROBE`` or ``ROW_ERRORS``."""
     parameters = request.get("parameters")
     return isinstance(parameters, dict) and parameters.get(mark) is True
 

@@ -45,7 +45,7 @@ class DocumentsRequest(Body):
     query: str | dict[str, Any] = Field(examples=["What is red?"])
     documents: Rows[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     model: str | None = None
-    top_n: int | None = Field(None, ge=0, description="the best ones alone; 0 or null: all")
+    top_n: int | None = Field(None, ge=0, description="return only the best; 0 or null: all")
     return_documents: bool | None = None
 
 

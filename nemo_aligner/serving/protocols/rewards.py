@@ -12,8 +12,8 @@ list with an entry for each: a string, null, or a list of K strings. A conversat
 principles has K rows in the answer, one after the other.
 
 The answer has ``rewards``, one row per sample with a number for each of ``attributes``. A row is
-null if its sample cannot be scored; ``errors`` tells why. ``scale`` is ``probability``,
-``log_odds`` or ``score``. ``truncated`` tells which samples were cut to the model's length.
+null if its sample cannot be scored; ``errors`` has the reason. ``scale`` is ``probability``,
+``log_odds`` or ``score``. ``truncated`` is true for samples that were cut to the model's length.
 ``contract_hash`` and ``model_fingerprint`` identify the scoring contract and the weights.
 
 A gateway that combines several rewards adds ``parts``: for each row an object with a number for
@@ -109,8 +109,8 @@ class RewardsRequest(Body, extra="forbid"):
     texts: Rows[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
     conversations: Rows[RewardConversation] | None = Field(None, min_length=1)
     tokens: Rows[Items[int]] | None = Field(None, min_length=1)
-    outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
-    steps: bool = Field(False, description="also answer the rewards of turns or steps")
+    outputs: bool = Field(False, description="also return spread and outputs, if there are any")
+    steps: bool = Field(False, description="also return the rewards of turns or steps")
     model: str | None = Field(None, description="name of the model, if the server has several")
     principle: RewardPrinciple = Field(
         None, description="principle of all conversations, or for each one, several, or null"
@@ -175,7 +175,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
     if body.conversations and all(map(_is_message, body.conversations)):
         raise ServingError(
             "conversations is a list of conversations, each a list of messages: got a list of "
-            "messages. Put the messages of each conversation into a list of their own"
+            "messages. Put the messages of each conversation into a separate list"
         )
     if body.tokens:
         return ScoreRequest(token_lists=body.tokens)
@@ -215,7 +215,7 @@ def _list_conversations(body: RewardsRequest) -> list[Any]:
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer: rewards, errors, and the optional fields that the request asks for."""
+    """Build the answer: rewards, errors, and the optional fields that were requested."""
     names = (*_SHAPED, *_OUTPUTS) if body.outputs else _SHAPED
     optional = {name: getattr(scored, name) for name in names}
     if body.steps and scored.steps is None and not scored.errors:

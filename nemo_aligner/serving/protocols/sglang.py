@@ -161,7 +161,7 @@ def refuse(failure: RequestError, body: SglangRequest | None) -> HttpAnswer:
 class EmbeddingsRequest(Body):
     """Samples as ``input``: a text, a list of token ids, or a list of either.
 
-    With the ``encoding_format`` ``base64``, which OpenAI's client asks for, an embedding is the
+    With the ``encoding_format`` ``base64``, which OpenAI's client requests, an embedding is the
     bytes of its numbers (float32, little-endian) in base64.
     """
 
@@ -174,13 +174,13 @@ class EmbeddingsRequest(Body):
 
 
 def read_classify(body: PoolingRequest) -> ScoreRequest:
-    """Read samples like vLLM's ``/classify``; raise ServingError for fields of SGLang, too."""
+    """Read samples like vLLM's ``/classify``; also reject unsupported fields of SGLang."""
     _check_unsupported(body)
     return read_texts(body)
 
 
 def read_embeddings(body: EmbeddingsRequest) -> ScoreRequest:
-    """Read samples like ``/v1/classify``, but no conversation."""
+    """Read samples like ``/v1/classify``, but not conversations."""
     _check_unsupported(body)
     refuse_steps(body)
     return read_samples(body, body.input)

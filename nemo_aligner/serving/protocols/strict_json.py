@@ -1,7 +1,7 @@
 """Parse JSON of requests, and reject what two parsers may read differently.
 
 If a key comes twice in an object, most parsers silently keep the last value, others the first. A
-proxy in front of this server might then check another request than the one that is scored. So
+proxy in front of this server might then check a request that is not the one that is scored. So
 duplicate keys are an error here, and so is very deep nesting. The client imports ``kserve.py``,
 which imports this module, so this module must not import pydantic.
 """
@@ -17,8 +17,8 @@ from nemo_aligner.utils.errors import ServingError, short
 # Deepest nesting of lists and objects, for all parsers, because recursive functions read the values
 # later. It is pydantic's own limit minus one level.
 MOST_LEVELS = 200
-# Most keys of one object. Without the limit, checking a body of a million unknown keys takes
-# seconds.
+# Maximum number of keys of one object. Without the limit, checking a body of a million unknown keys
+# takes seconds.
 MOST_KEYS = 10_000
 _SHOWN_NEIGHBOURS = 3
 
@@ -34,7 +34,7 @@ def read_json(text: str) -> Any:
         value = json.loads(text, object_pairs_hook=_build_object)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # ValueError: no JSON, or an integer of more than 4300 digits
+    except ValueError as error:  # ValueError: not JSON, or an integer of more than 4300 digits
         raise ServingError(f"not JSON ({error})") from None
     _check_levels(value)
     return value

@@ -164,7 +164,7 @@ def _apply_sigmoid(
 ) -> Sequence[float]:
     """Return the rewards, or their sigmoids if the request sets ``raw_scores`` to false.
 
-    Rewards that are probabilities are returned unchanged: they are within 0 and 1 already.
+    Rewards that are probabilities are returned unchanged: they are between 0 and 1 already.
     """
     needs_no_sigmoid = body.raw_scores or served.scale == PROBABILITY
     return rewards if needs_no_sigmoid else sigmoid(np.asarray(rewards)).tolist()
@@ -229,7 +229,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def describe_model(
     contracts: Mapping[str, ScoringContract | None], config: FrontConfig
 ) -> HttpAnswer:
-    """Answer TEI's ``/info``; the batch sizes are the gateway's queue limits."""
+    """Answer TEI's ``/info``; its limits of requests are this server's limit of queued rows."""
     name, contract = next(iter(contracts.items()))
     attributes = ("reward",) if contract is None else contract.attributes
     labels = {str(column): name for column, name in enumerate(attributes)}

@@ -7,13 +7,13 @@ conversation, with ``tools`` and ``documents``, and is written in the model's ch
 ``/score`` takes pairs of a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is
 scored as a conversation.
 
-``/pooling`` answers one row of rewards per turn or step of a sample, as vLLM's step pooling does,
+``/pooling`` returns one row of rewards per turn or step of a sample, as vLLM's step pooling does,
 if the model has them and ``task`` is ``token_classify`` or not sent. The scoring contract decides
-where the rewards are read. With the task ``classify`` or ``score`` it answers the sample's rewards.
+where the rewards are read. With the task ``classify`` or ``score`` it returns the sample's rewards.
 
 No sigmoid or softmax is applied: ``probs`` and ``data`` are the model's rewards for each attribute,
 and ``score`` is their weighted sum. The scoring contract sets the rules of scoring, so fields that
-ask for other ones (truncation, another template) are rejected. ``add_special_tokens: false`` is
+request other rules (truncation, another template) are rejected. ``add_special_tokens: false`` is
 rejected for a text to which the contract adds BOS or EOS; a gateway rejects it if the contract adds
 one to any text. For token ids it does not matter.
 """
@@ -158,7 +158,7 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
     """Read the samples in ``input``, or the single conversation in ``messages``.
 
     Raises:
-        ServingError: there are no samples, or both ``input`` and ``messages``; or a field asks for
+        ServingError: there are no samples, or both ``input`` and ``messages``; or a field requests
             scoring that differs from the scoring contract's, such as another chat template.
     """
     if (body.input is None) == (body.messages is None):
@@ -180,7 +180,7 @@ def read_samples(body: Body, value: Any) -> ScoreRequest:
     """Read the samples in ``value``, the field ``input`` of a body.
 
     Raises:
-        ServingError: there are no samples, or samples under another name, too; or a field asks for
+        ServingError: there are no samples, or also samples under another name; or a field requests
             scoring that differs from the scoring contract's.
     """
     refuse_other_samples(body, "input")
@@ -249,13 +249,13 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 
 
 def read_texts(body: PoolingRequest) -> ScoreRequest:
-    """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
+    """Read samples for ``/classify``, which returns one reward per sample and not one per step."""
     refuse_steps(body)
     return read_input(body)
 
 
 def refuse_steps(body: Body) -> None:
-    """Raise ServingError if a body asks for rewards of steps, which only ``/pooling`` has."""
+    """Raise ServingError if a body requests rewards of steps, which only ``/pooling`` returns."""
     if (body.model_extra or {}).get("task") == _STEPS:
         raise ServingError(
             f'task: got "{_STEPS}", wanted "classify"; post to /pooling for rewards of steps'

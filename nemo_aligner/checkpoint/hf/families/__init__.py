@@ -1,4 +1,4 @@
-"""Registry of model families, which translate settings and tensors of Hugging Face and Megatron.
+"""Registry of model families, which convert settings and tensors from Hugging Face and back.
 
 - ``base``: ``ModelFamily``, the rules for its tensors (``Rule``), and its names in GGUF files.
 - ``query_groups``: Megatron's order of queries, keys and values, and added query groups of zeros.
@@ -135,7 +135,7 @@ def register_family(family: ModelFamily) -> None:
     """Add a family that another package defines; processes that this one starts know it, too.
 
     Assign the family to a name at the top level of a module, because other processes import it by
-    that name; the main script is no such module.
+    that name; the main script does not count.
 
     If the NeMo configs of the family also fit another family, ``family.to_nemo`` must write the
     family's name under ``NAME_KEY``. Otherwise an export would use the other family.

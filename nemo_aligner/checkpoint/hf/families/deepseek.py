@@ -308,7 +308,7 @@ _MADE_OF: dict[str, Any] = {
 }
 
 
-# DeepSeek-V3, and Kimi K2, which has only another name.
+# DeepSeek-V3, and Kimi K2, which differs only in its name.
 
 
 def _rope_order_to_nemo(config: Config) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _layer_types(reader: HfSettings) -> Any:
-    """Return ``layer_types``, whose last one transformers' class replaces by full attention."""
+    """Return ``layer_types``; as in transformers' class, the last layer has full attention."""
     kinds = reader.config.get("layer_types") or settings.every_nth_layer(reader.layers(), 6)
     return [*kinds[:-1], settings.FULL] if isinstance(kinds, list) else kinds
 
@@ -116,7 +116,7 @@ def _read_layer_sizes(reader: HfSettings, by_layer: Any, groups: int) -> tuple[i
     """Read from ``per_layer_config`` the sizes that all layers without a window have.
 
     Args:
-        groups: number of key heads of layers that it does not tell.
+        groups: number of key heads of layers for which it gives none.
 
     Returns:
         Channels of a head, and number of key heads.

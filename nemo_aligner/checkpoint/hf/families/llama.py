@@ -305,7 +305,7 @@ ARCEE = ModelFamily(
 
 # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused weights; some models have a window.
 
-# Values of ``rope_type`` by which the first releases of Phi-3 mean LongRoPE.
+# Values of ``rope_type`` that mean LongRoPE in the first releases of Phi-3.
 _OLDER_NAMES = ("su", "yarn")
 
 

@@ -84,7 +84,7 @@ def decoder_to_nemo(
 
 
 def _check_supported(reader: HfSettings, act: tuple[str, ...], has_biases: bool) -> None:
-    """Raise CheckpointError for settings that no family supports, or not one with these values."""
+    """Raise CheckpointError for values that no family supports, or that this family does not."""
     if act:
         reader.only("hidden_act", *act)
     if not has_biases:
@@ -96,7 +96,7 @@ def _check_supported(reader: HfSettings, act: tuple[str, ...], has_biases: bool)
 def _read_head_dim(reader: HfSettings, default: int | None, equal_share: int) -> int:
     """Read ``head_dim``, for which null means that the heads share the hidden size.
 
-    So it does in transformers' classes, also in those with another default for a missing key.
+    This holds for all of transformers' classes, even those with another default for a missing key.
     """
     is_null = reader.config.get("head_dim", default) is None
     return equal_share if is_null else reader.count("head_dim", default)
@@ -140,8 +140,8 @@ def is_tied(config: Config) -> bool:
 # Reading of a ``config.json`` key by key; every error names the key.
 
 Config = Mapping[str, Any]
-# Most layers of a model. Without a limit, a damaged config with a huge number would exhaust the
-# memory, because lists with an entry for each layer are built before weights are read.
+# Maximum number of layers of a model. Without a limit, a damaged config with a huge number would
+# exhaust the memory, because lists with an entry for each layer are built before weights are read.
 _MAX_LAYERS = 10_000
 
 
@@ -327,7 +327,7 @@ def _longrope_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
 
 
 def split_rope_by_window(config: Config, local_base: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read both RoPE settings of a family that rotates differently in layers with a window.
+    """Read both RoPE settings of a family whose layers with a window have another RoPE.
 
     Args:
         local_base: key in older configs for the base of RoPE in layers with a window.

@@ -1,4 +1,4 @@
-"""Errors for models of no supported family: what is missing, and which families are near.
+"""Errors for models of unsupported families: what is missing, and which families are similar.
 
 ``_REASONS`` explains the values of ``model_type`` that transformers knows. For any other model, the
 keys of its ``config.json`` tell what it has in common with supported families.
@@ -115,7 +115,7 @@ _NEXT_STEP = (
 def unsupported_model(
     model_type: Any, config: Mapping[str, Any], names: Collection[str]
 ) -> CheckpointError:
-    """Build the one-line error for a model of no supported family.
+    """Build the one-line error for a model that belongs to no supported family.
 
     Args:
         model_type: ``model_type`` in ``config``, of any type.

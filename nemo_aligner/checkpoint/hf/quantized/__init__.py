@@ -2,5 +2,5 @@
 
 ``methods`` reads ``quantization_config`` of a ``config.json``, and chooses the module of its
 format: ``bitsandbytes`` (nf4, fp4, int8), ``integers`` (GPTQ, AWQ), ``compressed_tensors``,
-``block_fp8`` (DeepSeek) or ``mxfp4`` (gpt-oss). ``stored`` has what they share.
+``block_fp8`` (DeepSeek) or ``mxfp4`` (gpt-oss). ``stored`` holds what they share.
 """

@@ -80,7 +80,7 @@ def _read_state(name: str, kind: str, stored: LazyTensor) -> Options:
         fields = json.loads(stored.read().numpy().tobytes())
     except ValueError as error:
         raise CheckpointError(
-            f"tensor {short(name)}: it is no JSON ({short(error)}). Download the checkpoint again"
+            f"tensor {short(name)}: it is not JSON ({short(error)}). Download the checkpoint again"
         ) from error
     if not isinstance(fields, dict) or kind not in _VALUES:
         raise CheckpointError(

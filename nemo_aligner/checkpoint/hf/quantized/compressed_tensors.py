@@ -65,7 +65,7 @@ class _Weights:
     dtype: torch.dtype | None
 
     def dequantize_integers(self, tensors: Tensors) -> list[str]:
-        """Do what ``QuantizedFormat.dequantize`` says, for ``pack-quantized``."""
+        """Implement ``QuantizedFormat.dequantize`` for ``pack-quantized``."""
         ending = "_packed"
         names = [name.removesuffix(ending) for name in tensors if name.endswith(f".weight{ending}")]
         for name in names:
@@ -73,7 +73,7 @@ class _Weights:
         return names
 
     def dequantize_floats(self, tensors: Tensors) -> list[str]:
-        """Do what ``QuantizedFormat.dequantize`` says, for ``float-quantized``."""
+        """Implement ``QuantizedFormat.dequantize`` for ``float-quantized``."""
         for name in [name for name in tensors if name.endswith(_OF_INPUTS)]:
             del tensors[name]
         fp8 = torch.float8_e4m3fn

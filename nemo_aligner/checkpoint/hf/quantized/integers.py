@@ -6,8 +6,8 @@ inputs: a value is ``(integer - zero) * scale``. The tensors of a module:
 - ``qweight``: the integers. GPTQ (arXiv:2210.17323) packs those of successive inputs into a word,
   the first one in the lowest bits. AWQ (arXiv:2306.00978) packs eight outputs, in another order.
 - ``qzeros``: the zero points ``[groups, out]``. GPTQ packs outputs in their order, AWQ as in
-  ``qweight``. GPTQ's first format has zero points smaller by one, its second one (``gptq_v2``) has
-  them as they are.
+  ``qweight``. GPTQ's first format stores zero points minus one, its second one (``gptq_v2``) the
+  zero points themselves.
 - ``scales [groups, out]``; for GPTQ also ``g_idx [in]``, the group of each input.
 """
 
@@ -62,7 +62,7 @@ class _Packing:
         return WORD_BITS // self.bits
 
     def dequantize(self, tensors: Tensors) -> list[str]:
-        """Do what ``QuantizedFormat.dequantize`` says."""
+        """Implement ``QuantizedFormat.dequantize``."""
         ending = "qweight"
         modules = [name.removesuffix(ending) for name in tensors if name.endswith(f".{ending}")]
         for module in modules:
@@ -102,7 +102,7 @@ class _Packing:
         return integers.flatten(1)
 
     def _shift_of_word(self) -> int:
-        """What to add to a word of zero points; a carry undoes the borrow of a zero point of 0."""
+        """Offset of a word of zero points; a carry undoes the borrow of a zero point of 0."""
         return sum(self.zero_shift << place for place in range(0, WORD_BITS, self.bits))
 
 

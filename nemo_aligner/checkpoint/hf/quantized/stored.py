@@ -1,4 +1,4 @@
-"""What the formats of quantized weights share: options, and the tensors that store a weight."""
+"""Code shared by the formats of quantized weights: options, and tensors that store a weight."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Options:
         """Return the options ``fields``, which are called ``name`` in errors.
 
         Raises:
-            CheckpointError: they are no mapping.
+            CheckpointError: they are not a mapping.
         """
         if isinstance(fields, dict):
             return Options(fields, f"{self.place}: {name}")

@@ -36,8 +36,8 @@ from resources_servers.reward_model.servers import (
 REFUSED = "reward_model:refused_text"
 # Prefix of the fields of an answer with the raw attributes.
 _ATTRIBUTE = "attribute/"
-# Beginnings of the kinds of failures that Gym should try again. It takes a rollout without
-# ``_ng_failure_class`` for done (``nemo_gym/rollout_collection.py``).
+# Prefixes of the kinds of failures that Gym should try again. A rollout without
+# ``_ng_failure_class`` is final for Gym (``nemo_gym/rollout_collection.py``).
 _RETRIED = ("transport_", "provider_unavailable", "judge_failed")
 # Options that need ``model_path``. A server that runs already (``server_url``) has its own settings
 # for the same things.
@@ -69,28 +69,28 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
         None, description="environment variable with the bearer token of server_url"
     )
     model_path: str | None = Field(None, description="a reward model of nemo_aligner, to serve")
-    attribute: str | None = Field(None, description="one of several; null: by their weights")
+    attribute: str | None = Field(None, description="the only one to use; null: their weighted sum")
     refused_reward: float | None = Field(
-        None, description="of a reply that the model does not score; null: such a sample is masked"
+        None, description="reward of a reply that the model rejects; null: the sample is masked"
     )
-    timeout_s: float = Field(600.0, gt=0, description="for one answer of a server")
-    retry_s: float = Field(300.0, ge=0, description="for servers that are gone")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
+    retry_s: float = Field(300.0, ge=0, description="how long to retry if no server answers")
 
-    command: list[str] = Field(["nemo-aligner"], description="what runs nemo-aligner")
-    start_s: float = Field(600.0, gt=0, description="for it to load the model")
+    command: list[str] = Field(["nemo-aligner"], description="command that runs nemo-aligner")
+    start_s: float = Field(600.0, gt=0, description="time to load the model, in seconds")
     device: Literal["cuda", "cpu"] | None = Field(None, description="null: a GPU if there is one")
     batch_size: int | None = Field(None, gt=0, description="replies of max_length in one pass")
-    max_length: int | None = Field(None, gt=0, description="tokens, see batch_size")
-    normalize_rewards: bool = Field(False, description="less a mean, over a deviation")
-    reward_mean: float | None = Field(None, description="null: what training has measured")
-    reward_std: float | None = Field(None, gt=0, description="null: what training has measured")
+    max_length: int | None = Field(None, gt=0, description="in tokens, see batch_size")
+    normalize_rewards: bool = Field(False, description="subtract a mean, divide by a std")
+    reward_mean: float | None = Field(None, description="null: as measured in training")
+    reward_std: float | None = Field(None, gt=0, description="null: as measured in training")
     clip: list[float] | None = Field(None, description="[low, high] of the rewards")
-    length_penalty: float = Field(0.0, ge=0, description="taken off for each token beyond")
-    length_penalty_from: int = Field(0, ge=0, description="tokens of a reply that cost nothing")
-    ensemble: list[str] = Field([], description="more reward models beside model_path")
+    length_penalty: float = Field(0.0, ge=0, description="penalty per token of the reply")
+    length_penalty_from: int = Field(0, ge=0, description="tokens without a penalty")
+    ensemble: list[str] = Field([], description="reward models besides model_path")
     ensemble_combine: Literal["mean", "min", "lower_bound"] = "mean"
-    ensemble_k: float = Field(1.0, ge=0, description="of lower_bound: how many deviations")
-    server_settings: list[str] = Field([], description="other key=value of nemo-aligner serve")
+    ensemble_k: float = Field(1.0, ge=0, description="lower_bound: mean - k * deviation")
+    server_settings: list[str] = Field([], description="more settings of nemo-aligner serve")
 
     @model_validator(mode="after")
     def _check_options(self) -> RewardModelResourcesServerConfig:
@@ -116,7 +116,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
             raise ValueError("reward_mean, reward_std: they need normalize_rewards: true")
         if self.batch_size is not None and self.max_length is None:
             raise ValueError(
-                "batch_size: set max_length, too; a pass takes batch_size * max_length tokens"
+                "batch_size: also set max_length; a pass takes batch_size * max_length tokens"
             )
         return self
 
@@ -164,17 +164,17 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
     Attributes:
         reward_threshold: the threshold of the row of data, if it has one.
         raw_reward: the reward before the threshold; None if there is no reward.
-        reward_components: what each attribute adds to ``reward``, by which NeMo RL's GDPO
-            normalizes each attribute; empty if the reward is no sum of attributes.
+        reward_components: what each attribute adds to ``reward``. NeMo RL's GDPO normalizes these
+            values one by one. Empty if the reward is not a sum of attributes.
         truncated: True if the sample was truncated to the model's maximum length.
-        reply_cut: True if the policy stopped at its largest number of tokens; None if no server
+        reply_cut: True if the policy stopped at its maximum number of tokens; None if no server
             has answered.
         contract_hash: hash of the model's scoring contract.
         model_fingerprint: fingerprint of the model's weights.
 
     The raw attributes are further fields, ``attribute/NAME``, of which Gym computes statistics.
-    ``instance_config`` has ``mask_sample`` again, because NeMo RL reads it there. A failure that
-    may be over at another time has ``_ng_failure_class``: Gym runs such a rollout again on resume.
+    ``instance_config`` repeats ``mask_sample``, because NeMo RL reads it there. A failure that may
+    be temporary has ``_ng_failure_class``: Gym runs such a rollout again on resume.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -36,7 +36,7 @@ class NoRewardError(Exception):
 
 
 class FailedServerError(Exception):
-    """The model or the server failed, and would fail for other rollouts, too.
+    """The model or the server failed, and would also fail for other rollouts.
 
     It is not a ``NoRewardError``, which would let the run continue with masked samples.
     """

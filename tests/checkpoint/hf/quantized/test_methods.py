@@ -345,7 +345,7 @@ def test_a_weight_whose_tensors_do_not_fit_is_one_clear_error(plain: Path, tmp_p
     byte, word = torch.uint8, torch.int32
     cases: dict[str, Damages] = {
         "nf4": [
-            (partial(edit_tensors, changes=no_json), "bitsandbytes__nf4: it is no JSON"),
+            (partial(edit_tensors, changes=no_json), "bitsandbytes__nf4: it is not JSON"),
             (partial(edit_tensors, changes={state: None}), "weight: got torch.uint8 without"),
             (change_state(shape=[128, 95]), r"weight: got torch.uint8 \[6144, 1\], wanted"),
             (change_state(shape="128"), "shape='128' and dtype='bfloat16', wanted a list"),
