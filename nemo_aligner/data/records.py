@@ -460,7 +460,7 @@ def _write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
             except DataError as error:
                 raise DataError(f"record {count}: {error}") from error
             except (ValueError, RecursionError) as error:
-                raise DataError(f"record {count}: it is not JSON object: {error}") from error
+                raise DataError(f"record {count}: it is not a JSON object: {error}") from error
     return count
 
 

@@ -1,4 +1,4 @@
-"""A principle becomes a question behind the reply, or is rejected."""
+"""A principle becomes a question after the reply, or is rejected."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_settings_of_principles(contracts: Contracts, tmp_path: Any) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"principle_template": "Is it kind?"}, "wanted rlbff, or a text .*with {principle} once"),
         ({"principle_template": ASKS * 2}, "wanted rlbff, or a text"),
-        ({"principle_template": ASKS, "template": str(one_round)}, "behind the reply: .*one quest"),
+        ({"principle_template": ASKS, "template": str(one_round)}, "after the reply: .*one quest"),
     ]
     assert_refused(lambda data: contracts(**data), cases, ConfigError)
     tokenizer = contracts.tokenizer

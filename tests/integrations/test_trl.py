@@ -251,7 +251,7 @@ def test_turns_of_a_completion_make_one_reward() -> None:
         assert reward(["abc"], ["defgh"]) == [wanted], how
     # A model without steps has none to merge.
     plain = RewardFunction(Client(), "sum", "good", None, Aggregate.min)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="aggregate: got min, but the server answers no"):
+    with pytest.raises(ConfigError, match="aggregate: got min, but the server returns no"):
         plain(["a"], ["b"])
     assert np.isnan(plain([""], [""])).all()
     with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):

@@ -388,7 +388,7 @@ def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
     ]
     assert_refused(lambda row: write_records(path, [row]), refused, DataError)
     assert rows_of(path) == [pair]
-    with pytest.raises(DataError, match=r"^record 2: it is not JSON object: .*4300 digits"):
+    with pytest.raises(DataError, match=r"^record 2: it is not a JSON object: .*4300 digits"):
         write_records(path, [pair, {**pair, "score": 10**5000}])
     assert [each.name for each in tmp_path.iterdir() if "partial" in each.name] == []
 

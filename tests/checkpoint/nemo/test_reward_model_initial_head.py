@@ -105,7 +105,7 @@ def test_initial_head_that_does_not_fit_is_refused(
 def test_initial_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layout: Any) -> None:
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
     kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
-    with pytest.raises(ConfigError, match=r"Set pretrained_checkpoint\.new_head=true, too"):
+    with pytest.raises(ConfigError, match=r"also set pretrained_checkpoint\.new_head=true"):
         _initialize_head(SimpleNamespace(config=config), kept)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"rm_head_names: got .*, wanted {}, or load_rm"):
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])

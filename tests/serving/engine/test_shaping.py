@@ -14,7 +14,7 @@ from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import place_rows
-from nemo_aligner.serving.engine.scorer import check_same_encoding
+from nemo_aligner.serving.engine.ensemble import check_same_encoding
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, SettingsError
