@@ -492,8 +492,9 @@ def robustness_note(robustness: Robustness) -> str:
     )
 
 
-_HEADER = f"{'pairs':>6}  {'flipped verdicts':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
-_HEADER += f"{'unchanged':>11}{'too long':>10}"
+# A number such as -8.793e-05 has ten characters.
+_HEADER = f"{'pairs':>6}  {'flipped verdicts':<22}{'shift':>11}{'in sd':>11}{'absolute':>10}"
+_HEADER += f"{'unchanged':>10}{'too long':>9}"
 
 
 def _render_row(row: RobustnessRow) -> str:
@@ -501,8 +502,8 @@ def _render_row(row: RobustnessRow) -> str:
     shift, in_std = (_format_signed(value) for value in (row.shift, row.shift_in_std))
     absolute = "" if row.absolute_shift is None else show_number(row.absolute_shift)
     return (
-        f"  {row.change:<17}{row.pairs:>6}  {flipped:<22}{shift:>9}{in_std:>8}{absolute:>10}"
-        f"{row.unchanged:>11}{row.too_long:>10}"
+        f"  {row.change:<17}{row.pairs:>6}  {flipped:<22}{shift:>11}{in_std:>11}{absolute:>10}"
+        f"{row.unchanged:>10}{row.too_long:>9}"
     )
 
 

@@ -185,6 +185,9 @@ def test_robustness_is_a_table_and_json_that_is_read_again() -> None:
     assert max(map(len, shown.splitlines())) <= 100
     for transformation in TRANSFORMATIONS:
         assert shown.count(f"  {transformation.name} ") == 2
+    rows = [replace(row, shift=-8.7934e-05, shift_in_std=-0.08793) for row in robustness.rows]
+    assert " -8.793e-05 " in render_robustness(replace(robustness, rows=rows))
+    assert " -0.08793 " in render_robustness(replace(robustness, rows=rows))
 
 
 CODE = "```python\n# one\n\n**two** = 2 * 3 * 4\n```"

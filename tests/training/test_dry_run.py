@@ -83,7 +83,10 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
         (f"model.data.data_prefix.train=[{bad}]", 1): (
             f"{bad}: 1 of its 25 records (4.00%) are malformed\n  {bad}:25: "
         ),
-        (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is not a folder",
+        (
+            f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run",
+            1,
+        ): "pairs.jsonl is not a folder",
     }
     wrong = {}
     for (change, processes), expected in cases.items():
