@@ -331,7 +331,7 @@ def open_critic(
     pretrained = _load_base(config, contract, layout)
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
-    check_experts(False, Precision(contract.dtype), shape)
+    check_experts(shape, Precision(contract.dtype))
     set_routers(pretrained.model, trained=False, aux_loss_coeff=0.0)
     model, optimizer = build_optimized(
         pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps

@@ -138,7 +138,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     shape = _trained_shape(config, base)
     config = _with_limits(config, base.contract)
     config = _resolve_defaults(config, shape, resumed or base.contract)
-    check_experts(config.model.train_router, config.precision, shape)
+    check_experts(shape, config.precision, config.model.train_router)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     base.tokenizer.check_fits(shape.vocab_size)
@@ -258,7 +258,7 @@ def _resolve_defaults(
     return config
 
 
-def check_experts(train_router: bool, precision: Precision, shape: ModelShape) -> None:
+def check_experts(shape: ModelShape, precision: Precision, train_router: bool = False) -> None:
     """Check the settings that depend on whether the model is a mixture-of-experts (MoE) model.
 
     Raises:
