@@ -23,6 +23,7 @@ from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.writing import write_lines, write_problem, write_whole
 
+# The key of the step in a line of ``metrics.jsonl``, and its column in ``metrics.csv``.
 STEP = "step"
 
 
@@ -47,7 +48,7 @@ class MetricsFile:
             CheckpointError: the line cannot be written.
         """
         numbers = {name: float(value) for name, value in metrics.items()}
-        row = {"step": step, **finite_or_none(numbers)}
+        row = {STEP: step, **finite_or_none(numbers)}
         try:
             self._lines.write(json.dumps(row, allow_nan=False) + "\n")
             self._lines.flush()
@@ -92,7 +93,7 @@ def _parse_row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and isinstance(row.get(STEP), int) else None
 
 
 def _cut_after(path: Path, last_step: int) -> None:
@@ -103,7 +104,7 @@ def _cut_after(path: Path, last_step: int) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
+    rows = (row for row in read_metrics(path) if last_step > 0 and row[STEP] <= last_step)
     write_lines(path, map(json.dumps, rows), RUN_FOLDER)
 
 
