@@ -133,15 +133,14 @@ def test_torchrun_is_told(
 
 
 SCRIPT = """
-import sys, time
+import sys
 from pathlib import Path
 from nemo_aligner.utils.processes import make_temporary
 folder = make_temporary("a b'", Path(sys.argv[1]))
 (folder / "weights").write_text("many")
 print(flush=True)
-if sys.argv[2] == "0":
-    raise ValueError
-time.sleep(60)
+sys.stdin.readline()
+raise ValueError
 """
 
 
@@ -154,16 +153,21 @@ def is_empty_soon(folder: Path, seconds: float = 20.0) -> bool:
 
 @pytest.mark.parametrize("order", [0, signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_folder_goes_with_its_process(order: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(int(order))]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"\n"
     assert [file.read_text() for file in tmp_path.glob("*/weights")] == ["many"]
     if order:  # to the whole process group, as a terminal does
         os.killpg(process.pid, order)
-    process.communicate()
+        process.wait()
+    process.communicate(b"\n")  # a process without a signal reads this line, and raises an error
     assert process.returncode != 0
     assert is_empty_soon(tmp_path)
 
