@@ -48,13 +48,13 @@ class StateUse(NamedTuple):
     size.
 
     Attributes:
-        taken: slots of the states after the pack's P cached segments (prefixes that are not
+        read_slots: slots of the states after the pack's P cached segments (prefixes that are not
             computed again).
         stored: indices in the pack of the last tokens that the stored states sum up.
-        slots: slots in which the states are stored, none of which is in ``taken``.
+        slots: slots in which the states are stored, none of which is in ``read_slots``.
     """
 
-    taken: tuple[int, ...] = ()
+    read_slots: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
 
@@ -69,19 +69,19 @@ class CacheUse:
     Attributes:
         lengths: number of tokens of each of the pack's P cached segments (prefixes that are not
             computed again); their sum is C.
-        taken: ``[C]`` int64 slots to read, segment by segment.
+        read_slots: ``[C]`` int64 slots to read, segment by segment.
         stored: ``[M]`` int64 indices, in the pack, of the tokens whose keys and values to store.
-        slots: ``[M]`` int64 slots in which these are stored, none of which is in ``taken``.
+        slots: ``[M]`` int64 slots in which these are stored, none of which is in ``read_slots``.
         states: the states of linear attention that the pack reads and stores; empty for a model
             without linear attention.
     """
 
     lengths: tuple[int, ...]
-    taken: Tensor
+    read_slots: Tensor
     stored: Tensor
     slots: Tensor
     states: StateUse = field(default=NO_STATES, kw_only=True)
 
     def tensors(self) -> list[Tensor]:
-        """List ``taken``, ``stored`` and ``slots``, the tensors that are copied to the device."""
-        return [self.taken, self.stored, self.slots]
+        """List the tensors that are copied to the device: ``read_slots``, ``stored``, ``slots``."""
+        return [self.read_slots, self.stored, self.slots]

@@ -205,8 +205,8 @@ class _Span:
     is_first: bool
 
     def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
-        seen = (x.index_select(0, self.keys).to(dtype).transpose(0, 1) for x in (key, value))
-        keys, values = (x.expand(self.blocks, -1, -1, -1) for x in seen)
+        gathered = (x.index_select(0, self.keys).to(dtype).transpose(0, 1) for x in (key, value))
+        keys, values = (x.expand(self.blocks, -1, -1, -1) for x in gathered)
         yield Part(keys, values, self.is_first, is_last=False)
 
 
@@ -229,10 +229,10 @@ class _Run:
 
     def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
         rows, shape = self.keys.flatten(), self.keys.shape
-        seen = (x.index_select(0, rows).to(dtype).unflatten(0, shape) for x in (key, value))
-        keys, values = (x.transpose(1, 2) for x in seen)
-        for count, seen_by_block, is_first in self.blocks:
-            its_keys, its_values = (x[:count, :, seen_by_block] for x in (keys, values))
+        gathered = (x.index_select(0, rows).to(dtype).unflatten(0, shape) for x in (key, value))
+        keys, values = (x.transpose(1, 2) for x in gathered)
+        for count, keys_of_block, is_first in self.blocks:
+            its_keys, its_values = (x[:count, :, keys_of_block] for x in (keys, values))
             yield Part(its_keys, its_values, is_first, is_last=True)
 
 
@@ -373,11 +373,11 @@ def list_segment_keys(
         key_index: ``[K]`` int64 row of every key; None if the keys are the tokens in their order.
     """
     rows, bounds = query_bounds.tolist(), key_bounds.tolist()
-    every = np.arange(rows[-1]) if key_index is None else key_index.numpy()
+    key_rows = np.arange(rows[-1]) if key_index is None else key_index.numpy()
     segments = []
     for (row, stop), (first, end) in zip(pairwise(rows), pairwise(bounds), strict=True):
         size = end - first
-        segments.append(SegmentKeys(row, size - (stop - row), size, every[first:end]))
+        segments.append(SegmentKeys(row, size - (stop - row), size, key_rows[first:end]))
     return segments
 
 
@@ -404,10 +404,10 @@ def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
 
     The number of blocks of the longest is less than twice that of the shortest, to limit padding.
     """
-    alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
+    by_size: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
     for segment in segments:
-        alike[segment.first_block, segment.num_blocks.bit_length()].append(segment)
-    for members in alike.values():
+        by_size[segment.first_block, segment.num_blocks.bit_length()].append(segment)
+    for members in by_size.values():
         yield sorted(members, key=lambda segment: -segment.num_blocks)
 
 
@@ -424,8 +424,8 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
         reaching = [segment for segment in members if segment.num_blocks > block]
         rows += [segment.rows_of(block) for segment in reaching]
         first = _first_key(block, scores)
-        seen = slice(first - start, (block + 1) * BLOCK - start)
-        blocks.append((len(reaching), seen, first == 0 or not scores.takes_spans))
+        keys_of_block = slice(first - start, (block + 1) * BLOCK - start)
+        blocks.append((len(reaching), keys_of_block, first == 0 or not scores.takes_spans))
     keys = _stack_keys(
         [segment.keys[start:] for segment in members], numbers[-1] * BLOCK + BLOCK - start
     )

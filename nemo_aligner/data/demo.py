@@ -160,9 +160,9 @@ _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 
 
 def _sum_pairs(rng: random.Random) -> Iterator[DemoPair]:
-    for left, right in product(range(2, 20), repeat=2):
-        total = left + right
-        sum_text = f"{left} + {right}"
+    for first, second in product(range(2, 20), repeat=2):
+        total = first + second
+        sum_text = f"{first} + {second}"
         prompt = rng.choice(["What is {}?", "Compute {}.", "How much is {}?"]).format(sum_text)
         wrong = total + rng.choice([step for step in (-10, -5, -3, 3, 5, 10) if total + step > 0])
         for short, long in (("{}.", "The answer is {}."), ("It is {}.", f"{sum_text} = {{}}.")):
@@ -190,10 +190,10 @@ def _language_pairs(rng: random.Random) -> Iterator[DemoPair]:
         language = _LANGUAGES[index]
         short, long = "You say '{}'.", f"In {language} you say '{{}}'."
         prompts = (f"How do you say '{english}' in {language}?", f"Say '{english}' in {language}.")
-        for prompt, other in product(prompts, [word for word in words if word != words[index]]):
+        for prompt, wrong in product(prompts, [word for word in words if word != words[index]]):
             for right_form, wrong_form in ((short, long), (long, short)):
                 yield DemoPair("language", f"{english} {language}", prompt,
-                           *_fill_both(right_form, wrong_form, words[index], other))  # fmt: skip
+                           *_fill_both(right_form, wrong_form, words[index], wrong))  # fmt: skip
 
 
 def _count_pairs(rng: random.Random) -> Iterator[DemoPair]:
@@ -375,14 +375,14 @@ def _make_chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
 
     All questions differ. Every second record has a wrong step.
     """
-    seen: set[str] = set()
-    while len(seen) < count:
+    questions: set[str] = set()
+    while len(questions) < count:
         numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_MIN_STEPS, _MAX_STEPS) + 1)]
         question = f"What is {' + '.join(map(str, numbers))}?"
-        if question in seen:
+        if question in questions:
             continue
-        is_wrong = len(seen) % 2 == 1
-        seen.add(question)
+        is_wrong = len(questions) % 2 == 1
+        questions.add(question)
         yield _make_chain(rng, question, numbers, is_wrong)
 
 

@@ -95,8 +95,8 @@ class ChunkTree:
             of each of the P cached prefixes.
         places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
         levels: chunks by their depth in the tree, from the first chunks of the sequences on.
-        taken: ``[P]`` int64 slots, in the pool, of the states after the cached prefixes; None if
-            the pack has no cached prefix.
+        read_slots: ``[P]`` int64 slots, in the pool, of the states after the cached prefixes; None
+            if the pack has no cached prefix.
         runs: the same chunks in another order, for kernels that compute them by runs; None if no
             such kernel is used.
     """
@@ -104,7 +104,7 @@ class ChunkTree:
     rows: Tensor
     places: Tensor
     levels: tuple[Level, ...]
-    taken: Tensor | None = None
+    read_slots: Tensor | None = None
     runs: Runs | None = None
 
     @classmethod
@@ -125,7 +125,7 @@ class ChunkTree:
             states: which states the pack reads from the pool, and which it stores there.
             has_runs: also list the runs, which a pack with cached prefixes cannot have.
         """
-        num_cached, num_tokens = len(states.taken), sum(lengths)
+        num_cached, num_tokens = len(states.read_slots), sum(lengths)
         parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous, num_cached)
         rows = np.stack([part for parts in parts_by_level for part in parts])
         places = _places_of_tokens(rows[:, previous:], num_tokens)
@@ -219,8 +219,8 @@ def _with_states(
         host = chunks[of_level] - levels[depth].start, slots[of_level]
         stored, to_slots = all_to_device([*map(torch.from_numpy, host)], device)
         levels[depth] = levels[depth]._replace(stored=stored, slots=to_slots)
-    taken = to_device(torch.tensor(states.taken), device) if states.taken else None
-    return replace(tree, levels=tuple(levels), taken=taken)
+    read_slots = to_device(torch.tensor(states.read_slots), device) if states.read_slots else None
+    return replace(tree, levels=tuple(levels), read_slots=read_slots)
 
 
 def _list_chunks(

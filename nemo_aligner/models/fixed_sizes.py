@@ -92,9 +92,9 @@ def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     The list of tokens to read gets one more cached segment. The list of tokens to store repeats
     its last token.
     """
-    taken, missing = use.taken, 0
+    read_slots, missing = use.read_slots, 0
     if use.lengths:
-        missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)
+        missing = _round_up_to_power_of_two(len(read_slots), _TOKEN_STEP) - len(read_slots)
     stored, slots = use.stored, use.slots
     if len(stored):
         # The last token is stored several times in its slot, each time with the same values.
@@ -102,10 +102,13 @@ def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
         stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes
     if missing:
-        lengths, taken = (*lengths, missing), torch.cat([taken, taken.new_zeros(missing)])
+        lengths, read_slots = (
+            (*lengths, missing),
+            torch.cat([read_slots, read_slots.new_zeros(missing)]),
+        )
         prefixes = torch.where(prefixes >= len(use.lengths), prefixes + 1, prefixes)
-    return replace(batch, cached=CacheUse(lengths, taken, stored, slots), prefixes=prefixes)
+    return replace(batch, cached=CacheUse(lengths, read_slots, stored, slots), prefixes=prefixes)
 
 
-def _round_up_to_power_of_two(count: int, least: int) -> int:
-    return max(least, 1 << (count - 1).bit_length())
+def _round_up_to_power_of_two(count: int, minimum: int) -> int:
+    return max(minimum, 1 << (count - 1).bit_length())

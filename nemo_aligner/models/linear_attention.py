@@ -211,7 +211,7 @@ class LinearAttention(MegatronModule):
             convolution's inputs; and states ``[1 + P, h, r, k, v]``: zeros, then those after the
             cached prefixes. Without cached prefixes, ``mixed`` itself and None.
         """
-        slots = _tree_of(context).taken
+        slots = _tree_of(context).read_slots
         if slots is None:
             return mixed, None
         states, inputs = _pool_of(context).read(self.layer_number, slots)

@@ -412,10 +412,10 @@ def _states_of(batch: PackedBatch) -> StateUse:
     if batch.cached is None:
         return NO_STATES
     states, prefixes = batch.cached.states, len(batch.cached.lengths)
-    if len(states.taken) != prefixes:
+    if len(states.read_slots) != prefixes:
         raise ValueError(
-            f"a pack has {prefixes} cached prefixes and {len(states.taken)} cached states. Linear "
-            "attention needs a state after each prefix: pass CachedPrefix.state."
+            f"a pack has {prefixes} cached prefixes and {len(states.read_slots)} cached states. "
+            "Linear attention needs a state after each prefix: pass CachedPrefix.state."
         )
     return states
 

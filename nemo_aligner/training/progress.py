@@ -69,7 +69,7 @@ class StepProgress(Progress):
 
         Before the first validation it is unknown how long one takes, so they count as 0.
         """
-        steps = self._now() - self._since - self._validating_seconds
+        steps = self._clock() - self._since - self._validating_seconds
         per_step = steps / (done - self._start)
         per_validation = self._validating_seconds / max(1, self._validated)
         left = self._validations - self._validated

@@ -90,22 +90,22 @@ class SignalHandler:
 
     Args:
         max_time: time limit of the run, a checked ``DD:HH:MM:SS``; None for no limit.
-        now: clock in seconds.
+        clock: returns the current time in seconds.
         in_program: the process continues after the run, as a notebook does.
     """
 
     def __init__(
         self,
         max_time: str | None = None,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         in_program: bool = False,
     ) -> None:
-        self._now = now
+        self._clock = clock
         self._in_program = in_program
         self._signal_time = 0.0
         self._takes_signals = False
         limit = None if max_time is None else parse_max_time(max_time)
-        self._deadline = None if limit is None else now() + limit
+        self._deadline = None if limit is None else clock() + limit
         self._max_time = max_time
         self._phase = Phase.starting
         self._signal: int | None = None
@@ -119,7 +119,7 @@ class SignalHandler:
             is_restarted = self._signal == signal.SIGUSR1
             name = _NAMES[signal.Signals(self._signal)]
             return StopReason(name, RESUME_EXIT_CODE if is_restarted else 0)
-        if self._deadline is not None and self._now() >= self._deadline:
+        if self._deadline is not None and self._clock() >= self._deadline:
             return StopReason(f"the time limit (trainer.max_time={self._max_time})")
         return None
 
@@ -167,7 +167,7 @@ class SignalHandler:
         Python calls this in the main thread, possibly only after a long operation.
         """
         if self._signal is None:
-            self._signal, self._signal_time = number, self._now()
+            self._signal, self._signal_time = number, self._clock()
             if self._phase is Phase.starting:
                 raise self._exit_exception(number)
         elif self._in_program and self._is_second(number, self._signal, self._signal_time):
@@ -189,7 +189,7 @@ class SignalHandler:
             if number not in _NAMES:
                 continue
             if self._announced is None:
-                self._announced = number, self._now()
+                self._announced = number, self._clock()
                 self._announce(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
             elif self._is_second(number, *self._announced):
                 self._announce("interrupted again, exiting at once: unsaved work is lost")
@@ -202,7 +202,7 @@ class SignalHandler:
         At least one of the two signals must be Ctrl-C, because some schedulers repeat SIGTERM.
         """
         is_from_user = signal.SIGINT in (number, first)
-        return is_from_user and self._now() - first_time >= _SECOND_AFTER
+        return is_from_user and self._clock() - first_time >= _SECOND_AFTER
 
     def _announce(self, text: str) -> None:
         """Print ``text`` to stderr, on the first rank only."""

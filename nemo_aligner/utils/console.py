@@ -133,12 +133,12 @@ def show_bytes(count: float) -> str:
 
 @contextmanager
 def waiting_for(
-    what: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
+    activity: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
 ) -> Iterator[None]:
     """Print from time to time how long the ``with`` block has taken, for work of unknown progress.
 
     Args:
-        what: the text of the line, such as "loading weights".
+        activity: the text of the line, such as "loading weights".
         report_line: function that prints a line.
         first: seconds until the first line. The next lines come after twice, four times, ... as
             many seconds.
@@ -149,7 +149,7 @@ def waiting_for(
         pause = first
         while not finished.wait(pause):
             pause = time.monotonic() - started_at
-            report_line(f"{what} ({show_duration(pause)})")
+            report_line(f"{activity} ({show_duration(pause)})")
 
     # A daemon thread, because it must not keep a process alive that ends with an error.
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
@@ -171,7 +171,7 @@ class Progress:
         total: number of items.
         start: number of items that were done before, for example by an earlier run. They do not
             count for the estimate of the time left.
-        now: a clock in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class Progress:
         name: str,
         total: int,
         start: int = 0,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._total, self._start, self._now = name, total, start, now
+        self._name, self._total, self._start, self._clock = name, total, start, clock
         self._bar: Any = None
         self._activity: str | None = None
         self._is_main = is_main()
@@ -193,7 +193,7 @@ class Progress:
 
         Call it if earlier work, such as loading, must not count.
         """
-        self._since = self._now()
+        self._since = self._clock()
 
     def move(self, done: int) -> None:
         """Set the number of items that are done, and update the bar."""
@@ -231,7 +231,7 @@ class Progress:
 
     def seconds_left(self, done: int) -> float:
         """Estimate the seconds left from the mean time per item so far."""
-        per_item = (self._now() - self._since) / (done - self._start)
+        per_item = (self._clock() - self._since) / (done - self._start)
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
@@ -239,7 +239,7 @@ class Progress:
 
         If it is true, the caller prints a line, so the next ten seconds start now.
         """
-        now = self._now()
+        now = self._clock()
         if now - self._last_line < LINE_SECONDS:
             return False
         self._last_line = now
@@ -265,9 +265,9 @@ class Counter:
     A terminal shows a bar; a log file gets a line every ten seconds.
     """
 
-    def __init__(self, name: str, unit: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._unit, self._now = name, unit, now
-        self._progress = Progress(name, 0, now=now)
+    def __init__(self, name: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._unit, self._clock = name, unit, clock
+        self._progress = Progress(name, 0, clock=clock)
 
     def show(self, done: int, total: int) -> None:
         """Set the number of items that are done.
@@ -275,7 +275,7 @@ class Counter:
         ``done`` of 0 starts a new bar, and ``done`` equal to ``total`` removes it.
         """
         if done == 0:
-            self._progress = Progress(self._name, total, now=self._now)
+            self._progress = Progress(self._name, total, clock=self._clock)
             if total:
                 self._progress.move(0)
         elif done >= total:
@@ -283,8 +283,8 @@ class Counter:
         elif sys.stderr.isatty():
             self._progress.move(done)
         elif self._progress.line_is_due():
-            left = self._progress.time_left(done)
-            say(f"{self._name}: {done} of {total} {self._unit}, {left}")
+            time_left = self._progress.time_left(done)
+            say(f"{self._name}: {done} of {total} {self._unit}, {time_left}")
 
     def close(self) -> None:
         """Remove the bar; call it if the work ends before all items are done."""

@@ -67,7 +67,7 @@ def test_batch_says_where_keys_and_values_are_taken_from_and_stored() -> None:
     assert batch.prefixes.tolist() == [0, 1, 1, -1]
     cached = batch.cached
     assert cached is not None
-    assert (cached.lengths, cached.taken.tolist()) == ((2,), [10, 11])
+    assert (cached.lengths, cached.read_slots.tolist()) == ((2,), [10, 11])
     # Tokens of the shared prefix, tokens after it, and a sequence without a prefix.
     assert cached.stored.tolist() == [0, 1, 2, 3, 5, 6]
     assert cached.slots.tolist() == [20, 21, 22, 23, 24, 25]

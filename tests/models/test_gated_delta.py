@@ -65,10 +65,10 @@ def test_runs_of_a_tree_end_where_it_branches() -> None:
 def test_chunk_tree_begins_behind_cached_prefixes() -> None:
     """One sequence without a cached prefix, and two with one, of which one has more segments."""
     lengths, prefixes = (70, 100, 30, 40), (-1, 1, 3, 0)
-    states = StateUse(taken=(5, 8), stored=(63, 133, 197), slots=(1, 2, 3))
+    states = StateUse(read_slots=(5, 8), stored=(63, 133, 197), slots=(1, 2, 3))
     tree = ChunkTree.of(lengths, prefixes, BEFORE, "cpu", states)
-    assert tree.taken is not None
-    assert tree.taken.tolist() == [5, 8]
+    assert tree.read_slots is not None
+    assert tree.read_slots.tolist() == [5, 8]
     assert [level.end - level.start for level in tree.levels] == [3, 2, 1]
     assert tree.levels[0].parents.tolist() == [0, 2, 1]
     assert tree.levels[1].parents.tolist() == [0, 1]

@@ -60,7 +60,7 @@ def test_compiled_linear_attention_is_that_of_torch(
     for weight in (layer.conv_weight, layer.a_log, layer.dt_bias, layer.norm_weight):
         torch.nn.init.normal_(weight)
     layer.a_log.data.sub_(3)  # else states would be forgotten within a few tokens
-    states = StateUse(taken=(1,), stored=(63, 255), slots=(0, 2))
+    states = StateUse(read_slots=(1,), stored=(63, 255), slots=(0, 2))
     lengths, prefixes = (130, 70, 100, 1, 20), (-1, 1, 2, 1, 0)
     tree = ChunkTree.of(lengths, prefixes, taps - 1, "cpu", states)
     mixed = torch.randn(sum(lengths), 1, shape.projection_width).to(dtype)

@@ -216,7 +216,7 @@ def test_time_left_counts_steps_and_validations() -> None:
     """Also one before the first step."""
     now = 100.0
     progress = StepProgress(10, 0, 4)
-    progress._now = lambda: now
+    progress._clock = lambda: now
     progress.begin()
     now += 4.0
     assert progress.seconds_left(2) == 16.0
@@ -224,7 +224,7 @@ def test_time_left_counts_steps_and_validations() -> None:
     progress.add_validation(30.0)
     assert progress.seconds_left(4) == 6 * 2.0 + 2 * 30.0
     progress = StepProgress(10, 0, None)
-    progress._now = lambda: now
+    progress._clock = lambda: now
     now += 30.0
     progress.add_validation(30.0)
     progress.begin()

@@ -33,7 +33,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_time_limit_stops_a_run() -> None:
     now = 5.0
-    stop = SignalHandler("00:00:01:00", now=lambda: now)
+    stop = SignalHandler("00:00:01:00", clock=lambda: now)
     now = 64.9
     assert stop.reason is None
     now = 65.0
@@ -113,7 +113,7 @@ def test_signal_a_second_later_again_leaves_at_once(
         now, codes = [5.0], []
         announced.clear()
         monkeypatch.setattr(stop_module.os, "_exit", codes.append)
-        with SignalHandler(now=lambda now=now: now[0]) as stop, stop.while_training():
+        with SignalHandler(clock=lambda now=now: now[0]) as stop, stop.while_training():
             os.kill(os.getpid(), first)
             wait_for(lambda: announced)
             now[0] += after
@@ -151,7 +151,7 @@ def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
         SignalHandler(in_program=True),
     ):
         os.kill(os.getpid(), signal.SIGINT)
-    with SignalHandler(now=lambda: now, in_program=True) as stop, stop.while_training():
+    with SignalHandler(clock=lambda: now, in_program=True) as stop, stop.while_training():
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: stop.reason)
         now += 1.5

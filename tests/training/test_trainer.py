@@ -117,7 +117,7 @@ def trainer_of(
     config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
     config.trainer.rm = RmLoopConfig(**loop)
     config.model.global_batch_size = 8
-    stop = SignalHandler("00:00:00:01", now=lambda: diary.now)
+    stop = SignalHandler("00:00:00:01", clock=lambda: diary.now)
     diary.step = state.step
     arguments = (diary, config, total, state, checkpoints, diary, stop, patience)
     return SupervisedTrainer(*arguments)

@@ -82,7 +82,7 @@ def test_durations_numbers_and_sizes_are_short() -> None:
 
 def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = 50.0
-    counter = Counter("validation", "pairs", now=lambda: now)
+    counter = Counter("validation", "pairs", clock=lambda: now)
     counter.show(0, 423)
     for done in range(10, 423, 10):
         now += 4.0
@@ -117,7 +117,7 @@ def test_bar_is_there_from_the_start_and_says_what_is_at_work_beside(
     counter.show(20, 20)
     assert shown().strip() == ""
     counter.show(0, 0)
-    progress = Progress("train", 4, now=lambda: 0.0)
+    progress = Progress("train", 4, clock=lambda: 0.0)
     progress.move(2)
     assert shown().endswith("| 2/4, 0 s left")
     progress.mention("saving")

@@ -59,12 +59,11 @@ def init_head_from(
     """
     with open_nemo(path) as folder:
         rows = _choose_head_rows(folder, contract, names)
-        other = model_shape(folder)
-        if (other.head, other.hidden_size) != (shape.head, shape.hidden_size):
+        source_shape = model_shape(folder)
+        if (source_shape.head, source_shape.hidden_size) != (shape.head, shape.hidden_size):
             raise ConfigError(
-                f"{_KEY}: {path}: got a head that is {other.head or 'linear'} with a hidden size "
-                f"of {other.hidden_size}, wanted a head that is {shape.head or 'linear'} with a "
-                f"hidden size of {shape.hidden_size}"
+                f"{_KEY}: {path}: got a head that is {_describe(source_shape)}, wanted a head that "
+                f"is {_describe(shape)}"
             )
         tensors = read_head(folder)
     chosen = {
@@ -74,28 +73,32 @@ def init_head_from(
     set_head(model, chosen)
 
 
+def _describe(shape: ModelShape) -> str:
+    return f"{shape.head or 'linear'} with a hidden size of {shape.hidden_size}"
+
+
 def _choose_head_rows(
     folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]
 ) -> list[int]:
     """Return the row in the head of ``folder`` for each output of ``contract``'s head."""
-    other, location = contract_of(folder), f"{_KEY}: {folder.source}"
-    if other is None:
+    source, location = contract_of(folder), f"{_KEY}: {folder.source}"
+    if source is None:
         raise ConfigError(
             f"{location}: it has no scoring contract, so it is not a reward model of this package"
         )
     _check_names(contract, names)
-    other_names = [names.get(name, name) for name in contract.attributes]
-    missing = [name for name in other_names if name not in other.attributes]
+    names_there = [names.get(name, name) for name in contract.attributes]
+    missing = [name for name in names_there if name not in source.attributes]
     if missing:
         raise ConfigError(
-            f"{location}: it has the attributes {', '.join(other.attributes)}, and lacks "
+            f"{location}: it has the attributes {', '.join(source.attributes)}, and lacks "
             f"{', '.join(missing)}. If they have other names there, set "
             "pretrained_checkpoint.rm_head_names, which maps this run's names to them"
         )
-    indices = [other.attributes.index(name) for name in other_names]
-    _check_same_outputs(contract, other, indices, location)
+    indices = [source.attributes.index(name) for name in names_there]
+    _check_same_outputs(contract, source, indices, location)
     # An attribute has several consecutive rows if its outputs are bins or quantiles.
-    width = other.outputs_per_attribute
+    width = source.outputs_per_attribute
     return [index * width + number for index in indices for number in range(width)]
 
 
@@ -109,21 +112,21 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
 
 
 def _check_same_outputs(
-    contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
+    contract: ScoringContract, source: ScoringContract, indices: list[int], location: str
 ) -> None:
     """Raise ConfigError if the heads read different tokens or have different kinds of outputs."""
-    if other.scored_position != contract.scored_position:
+    if source.scored_position != contract.scored_position:
         raise ConfigError(
-            f"{location}: got a head that reads {other.scored_position}, wanted "
+            f"{location}: got a head that reads {source.scored_position}, wanted "
             f"{contract.scored_position} (model.head.reads)"
         )
-    readout, other_readout = contract.output_readout, other.output_readout
+    readout, source_readout = contract.output_readout, source.output_readout
     outputs = None if readout is None else (readout.kind, list(readout.numbers))
-    other_outputs = None
-    if other_readout is not None:
-        other_outputs = other_readout.kind, [other_readout.numbers[index] for index in indices]
-    if outputs != other_outputs:
+    source_outputs = None
+    if source_readout is not None:
+        source_outputs = source_readout.kind, [source_readout.numbers[index] for index in indices]
+    if outputs != source_outputs:
         raise ConfigError(
-            f"{location}: got a head with {other_outputs or 'one output'} for the attributes, "
+            f"{location}: got a head with {source_outputs or 'one output'} for the attributes, "
             f"wanted {outputs or 'one output'} (model.objective)"
         )

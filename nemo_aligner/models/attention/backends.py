@@ -216,7 +216,7 @@ def _by_c_file(
 def _plan_c_file(segments: PackedSegments, case: Case) -> kernel_attention.KernelPlan:
     slots, lengths = None, segments.all_lengths
     if segments.cached is not None and not case.has_all_keys:
-        slots, lengths = segments.cached.taken, segments.lengths
+        slots, lengths = segments.cached.read_slots, segments.lengths
     repeats = case.query_heads // case.key_heads
     keys = _segment_keys(segments)
     return kernel_attention.plan_items(keys, sum(lengths), slots, repeats)

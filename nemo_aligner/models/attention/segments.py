@@ -197,9 +197,9 @@ class PackedSegments:
         pooled = self.store(layer_number, *tensors)
         if pooled is None or self.cached is None or not self.cached.lengths:
             return tensors
-        taken = self.cached.taken
+        read_slots = self.cached.read_slots
         return tuple(
-            torch.cat([layer.index_select(0, taken), local])
+            torch.cat([layer.index_select(0, read_slots), local])
             for layer, local in zip(pooled, tensors, strict=True)
         )
 
@@ -453,7 +453,11 @@ class KeyValuePool:
         layer, local = self.layer(number), torch.stack(tensors)
         if use.stored.numel():
             layer.index_copy_(1, use.slots, local.index_select(1, use.stored))
-        return torch.cat([layer.index_select(1, use.taken), local], dim=1) if use.lengths else local
+        return (
+            torch.cat([layer.index_select(1, use.read_slots), local], dim=1)
+            if use.lengths
+            else local
+        )
 
 
 # Context parallelism: collectives of the ranks that split a pack.
