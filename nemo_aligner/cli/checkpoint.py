@@ -296,7 +296,7 @@ def _parse_numbers(text: str) -> list[float]:
 
 
 _CACHE = """\
-List or remove the files of the cache: converted models, and data sets of the hub.
+List or remove the files of the cache: converted models, data sets of the hub, compiled kernels.
 
 nemo-aligner cache
 

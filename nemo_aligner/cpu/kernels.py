@@ -10,14 +10,17 @@ Intel's processors. Without a C compiler torch computes everything.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_aligner.utils.cache import cache_folder
 from nemo_aligner.utils.errors import one_line
 from nemo_aligner.utils.processes import is_main
+from nemo_aligner.utils.writing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,10 @@ _ARGUMENTS = {
     GATED_DELTA: {"advance": "plipppi"},
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+# Lines of ``/proc/cpuinfo`` that tell which instructions a compiler may use, and which it prefers.
+_PROCESSOR_FACTS = (
+    "vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part",
+)  # fmt: skip
 _LANES = 16  # fp32 lanes of the widest vector
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -184,7 +193,7 @@ def decide_together(
 
 
 def _library(source: str) -> Any:
-    """Return the compiled library, compiling it at the first call; None if it is not available."""
+    """Return the compiled library, loaded at the first call; None if it is not available."""
     if source in _off:
         return None
     library, problem = _load_once(source)
@@ -211,7 +220,7 @@ def _load_once(source: str) -> tuple[Any, str]:
     if os.environ.get(SWITCH) == "0":
         return None, _SWITCHED_OFF
     try:
-        library = _compile(Path(__file__).with_name(source))
+        library = _load(Path(__file__).with_name(source))
     except (OSError, subprocess.SubprocessError) as error:
         return None, one_line(getattr(error, "stderr", None) or error)
     for name, arguments in _ARGUMENTS[source].items():
@@ -220,21 +229,71 @@ def _load_once(source: str) -> tuple[Any, str]:
     return library, ""
 
 
-def _compile(source: Path) -> ctypes.CDLL:
-    """Compile a C file for this processor, and load it so that it uses torch's OpenMP threads."""
+def _load(source: Path) -> ctypes.CDLL:
+    """Load a C file compiled for this processor, so that it uses torch's OpenMP threads.
+
+    Compiling takes a second of CPU time, so the library stays in the cache (``utils/cache.py``).
+    If the cache cannot be written, it is compiled by every process.
+    """
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    if shutil.which(compiler[0]) is None:
+    program = shutil.which(compiler[0])
+    if program is None:
         raise FileNotFoundError(f"the C compiler {compiler[0]} is not installed")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
+    cached = cache_folder() / "kernels" / f"{source.stem}-{_build_key(program, source)}.so"
+    with suppress(OSError):  # it is not there, or is damaged
+        if _only_user_writes(cached.parent) and _only_user_writes(cached):
+            return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
-        compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        # Link without OpenMP, because a second OpenMP library would start its own threads.
-        for command in (
-            [*compiler, *_OPTIONS, "-c", str(source), "-o", str(compiled)],
-            [*compiler, "-shared", str(compiled), "-o", str(library), "-lm"],
-        ):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        library = _compile(compiler, source, Path(folder))
+        with suppress(OSError):
+            cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(cached, sync=True) as partial:
+                shutil.copyfile(library, partial)
+                partial.chmod(0o600)
         return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: Sequence[str], source: Path, folder: Path) -> Path:
+    """Compile a C file to a shared library in ``folder``, and return its path."""
+    compiled, library = folder / "kernels.o", folder / "kernels.so"
+    # Link without OpenMP, because a second OpenMP library would start its own threads.
+    for command in (
+        [*compiler, *_OPTIONS, "-c", str(source), "-o", str(compiled)],
+        [*compiler, "-shared", str(compiled), "-o", str(library), "-lm"],
+    ):
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return library
+
+
+def _build_key(program: str, source: Path) -> str:
+    """Hash everything that a compiled library depends on: compiler, options, code and processor."""
+    compiler = Path(program).resolve()
+    status = compiler.stat()
+    key = hashlib.sha256()
+    for fact in (os.environ.get("CC"), compiler, status.st_size, status.st_mtime_ns, _OPTIONS):
+        key.update(f"{fact}\n".encode())
+    for file in (source, *sorted(source.parent.glob("*.h"))):
+        key.update(file.read_bytes())
+    # ``-march=native`` compiles for the processor's model and instructions; computers of a cluster
+    # may differ in both, and share the cache.
+    key.update(platform.machine().encode())
+    with suppress(OSError):
+        first_core, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        for line in first_core.splitlines():
+            if line.startswith(_PROCESSOR_FACTS):
+                key.update(line.encode())
+    return key.hexdigest()[:16]
+
+
+def _only_user_writes(path: Path) -> bool:
+    """Tell if nobody but this user could have written ``path``, as code that is loaded must be.
+
+    Raises:
+        OSError: it does not exist.
+    """
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _openmp_of_torch() -> str:

@@ -1,4 +1,4 @@
-"""The cache of files that are made once: converted models, and data sets of the Hugging Face hub.
+"""The cache of files that are made once: converted models, data sets of the hub, compiled kernels.
 
 It is the folder ``$NEMO_ALIGNER_CACHE``, by default ``~/.cache/nemo_aligner``. A file in it is
 complete, because it is written under another name and then renamed. Only ``remove_cached`` (for

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.utils.cache import VARIABLE, cache_folder
 from tests.docs.pages import PAGES, blocks, every_block, name_of, shell_commands, split_verb
 from tests.docs.workplace import RUN, build_workplace, first_run
 from tests.harness import tiny
@@ -158,7 +159,10 @@ class Page:
         modules = [text for text in blocks(page, "python") if MODULE.match(text)]
         for text in modules:
             (folder / MODULE.findall(text)[0]).write_text(text)
-        self._env = {"NEMO_ALIGNER_CACHE": f"{folder}/cache"}
+        self._env = {VARIABLE: f"{folder}/cache"}
+        # All pages share the compiled kernels, which take longer to compile than many commands.
+        (folder / "cache").mkdir()
+        (folder / "cache" / "kernels").symlink_to(cache_folder() / "kernels")
         if modules:
             self._env["PYTHONPATH"] = f"{ROOT}:{folder}"
         self._ports = {port: str(free_port()) for port in SERVERS.values()}

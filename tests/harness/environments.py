@@ -27,7 +27,6 @@ FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
 # Names a folder with checkouts of projects that are on no package index: RL (NeMo RL) and slime.
 CHECKOUTS_VARIABLE = "NEMO_ALIGNER_TEST_CHECKOUTS"
 _INSTALL_S = 600
-_CC_ONCE = ROOT / "tests" / "harness" / "cc_once.sh"
 # Names a Python interpreter with vLLM, which is too large to install for a test.
 VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 
@@ -37,20 +36,13 @@ def kept_environments() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "nemo_aligner" / "test_environments"
 
 
-def prepare_processes() -> None:
-    """Set environment variables that save CPU time in every process that a test starts.
+def write_bytecode() -> None:
+    """Let this process and those that tests start write bytecode.
 
-    The C kernels are compiled once (``cc_once.sh``), and bytecode is written, also where
-    PYTHONDONTWRITEBYTECODE is set: without it a process compiles 200 modules at its start.
+    With PYTHONDONTWRITEBYTECODE every process compiles 200 modules at its start.
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    folder = kept_environments() / "compiled"
-    compiler = os.environ.get("CC", "cc")
-    if sys.platform != "linux" or compiler == str(_CC_ONCE) or shutil.which("sha256sum") is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(CC=str(_CC_ONCE), COMPILER_FOR_ONCE=compiler, COMPILED_ONCE=str(folder))
 
 
 def make_environment(folder: Path, *requirements: str, alone: tuple[str, ...] = ()) -> Path:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.environments import prepare_processes
+from tests.harness.environments import write_bytecode
 from tests.harness.launching import PREPARED, ROOT, launch_script
 
-prepare_processes()
+write_bytecode()
 # The environment at the start of the test run; libraries and launches in this process change it.
 GIVEN = dict(os.environ)
 TEXT = (
