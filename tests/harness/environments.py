@@ -27,6 +27,9 @@ FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
 # Names a folder with checkouts of projects that are on no package index: RL (NeMo RL) and slime.
 CHECKOUTS_VARIABLE = "NEMO_ALIGNER_TEST_CHECKOUTS"
 _INSTALL_S = 600
+_FREE_GB = 2
+# The interpreter of this Triton needs an older numpy than 2.4.
+TRITON = ("triton==3.6.0", "numpy<2.4")
 # Names a Python interpreter with vLLM, which is too large to install for a test.
 VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 
@@ -82,13 +85,11 @@ def install(python: Path, *requirements: str) -> None:
         pytest.skip(f"{' '.join(requirements)}: cannot be installed: {done.stderr[-300:]}")
 
 
-def kept_environment(
-    name: str, made_of: tuple[str, ...], make: Callable[[Path], object], *, gigabytes: int = 2
-) -> Path:
+def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path], object]) -> Path:
     """The folder of an environment that ``make`` fills once, for this run and later ones.
 
     A change of ``made_of`` or of this Python makes a new one. The test is skipped if fewer than
-    ``gigabytes`` are free on the disk, since a full disk would fail all other tests.
+    ``_FREE_GB`` are free on the disk, since a full disk would fail all other tests.
     """
     parent = kept_environments()
     parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +100,8 @@ def kept_environment(
         if not built.exists():
             shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(parent).free / 1e9
-            if free < gigabytes:
-                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} needs {gigabytes}")
+            if free < _FREE_GB:
+                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} needs {_FREE_GB}")
             make(folder)
             built.touch()
     return folder
@@ -154,6 +155,11 @@ def vllm_python() -> str:
     if VLLM_VARIABLE not in os.environ:
         pytest.skip(f"vLLM is not installed, and {VLLM_VARIABLE} names no Python that has it")
     return os.environ[VLLM_VARIABLE]
+
+
+def triton_environment() -> Path:
+    """The folder of an environment with the compiler Triton, for its interpreter on a CPU."""
+    return kept_environment("triton", TRITON, lambda folder: make_environment(folder, *TRITON))
 
 
 def triton_python() -> str:

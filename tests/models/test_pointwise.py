@@ -35,7 +35,7 @@ from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shapes.decoder import ModelShape
 from tests.harness import tiny
-from tests.harness.environments import kept_environment, make_environment
+from tests.harness.environments import triton_environment
 
 Function = Callable[..., Tensor]
 
@@ -177,16 +177,11 @@ def test_compiled_formulas_are_right() -> None:
     check_implementation(json.loads(done.stdout.splitlines()[-1])["compile"], is_invariant=False)
 
 
-# Its interpreter needs an older numpy than 2.4.
-TRITON = ("triton==3.6.0", "numpy<2.4")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_triton_kernels_are_right_in_its_interpreter() -> None:
     """And a row has the same bits alone and among others, forward and backward."""
-    folder = kept_environment("triton", TRITON, lambda folder: make_environment(folder, *TRITON))
     done = subprocess.run(
-        [str(folder / "bin" / "python"), OPERATIONS, "cpu", "triton"],
+        [str(triton_environment() / "bin" / "python"), OPERATIONS, "cpu", "triton"],
         env=tiny.environment(TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,

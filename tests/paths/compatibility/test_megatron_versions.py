@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -15,16 +14,18 @@ import numpy as np
 import pytest
 
 from tests.harness import tiny
-from tests.harness.environments import install, kept_environment, new_environment, python_of
+from tests.harness.environments import (
+    install,
+    kept_environment,
+    make_environment,
+    triton_environment,
+)
 from tests.paths.compatibility.test_earlier_files import EXPECTED, TOLERANCE, arguments, logged_in
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-# megatron-core 0.17 and later need Python 3.12; 0.16 runs on 3.10 to 3.12.
-OTHER = "3.11" if sys.version_info >= (3, 12) else "3.12"
+# 0.17 and later are published for Python 3.12, but the package megatron.core also runs on 3.11.
+OTHER, ITS_PYTHON = (
+    ("0.16.1", "3.11") if version("megatron-core") != "0.16.1" else ("0.19.2", "3.12")
+)
 SCRIPT = "tests/paths/compatibility/train_and_score.py"
 ARCHIVE = "run/checkpoints/megatron_gpt.nemo"
 MIDDLE = "run/checkpoints/step_00000004"
@@ -39,22 +40,22 @@ class Environment(NamedTuple):
     run: Run
 
 
-def needed() -> list[str]:
-    """The requirements of this package, with the torch version of this environment."""
-    project = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [line for line in project["dependencies"] if not line.startswith("torch")]
-    return [f"torch=={version('torch').partition('+')[0]}", *requirements]
-
-
 @pytest.fixture(scope="module")
 def other_python() -> Path:
-    base, packages = python_of(OTHER), needed()
+    """A Python with the packages of this one, but another megatron-core."""
+    requirement = f"megatron-core=={OTHER}"
 
     def make(folder: Path) -> None:
-        install(new_environment(folder, base), *packages)
+        python = make_environment(folder)
+        packages, its_packages = (
+            next(path.glob("lib/python*/site-packages")) for path in (folder, triton_environment())
+        )
+        (packages / "triton.pth").write_text(f"{its_packages}\n")  # 0.18 and later import it
+        of_python = ("--ignore-requires-python", "--python-version", ITS_PYTHON)
+        wheel = ("--no-deps", "--only-binary", ":all:", "--target", str(packages))
+        install(python, *of_python, *wheel, requirement)
 
-    # Its torch is for GPUs: 5 GB, and its wheels need space during installation.
-    folder = kept_environment("megatron", (base, *packages), make, gigabytes=12)
+    folder = kept_environment("megatron", (requirement, ITS_PYTHON), make)
     return folder / "bin" / "python"
 
 
@@ -77,8 +78,8 @@ def environments(
     for python in (here, there):
         python.folder.mkdir()
         train_and_score(python.run, python.folder, python.folder / ARCHIVE)
-    if found_in(here.folder)["megatron"] == found_in(there.folder)["megatron"]:
-        pytest.skip(f"both environments have megatron-core {version('megatron-core')}")
+    versions = [found_in(python.folder)["megatron"] for python in (here, there)]
+    assert versions == [version("megatron-core"), OTHER]
     return here, there
 
 
