@@ -354,7 +354,7 @@ def _read_by_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     forgets TMPDIR. The test's name changes, and the last three are for servers.
     """
     others = (
-        "NEMO_ALIGNER_", "TMPDIR", "PYTEST_CURRENT_TEST", "TEST_MARK", "PYTRITON_HOME",
-        "REWARD_TOKEN",
+        "NEMO_ALIGNER_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "TEST_MARK",
+        "PYTRITON_HOME", "REWARD_TOKEN",
     )  # fmt: skip
     return {key: value for key, value in environment.items() if not key.startswith(others)}

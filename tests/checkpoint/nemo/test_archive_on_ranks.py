@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.harness import tiny
-from tests.harness.launching import start_local_ranks
+from tests.harness.launching import launch_script, start_local_ranks
 from tests.harness.once import Once
 from tests.utils.test_processes import is_empty_soon
 
@@ -66,46 +65,63 @@ def archive(once: Once) -> Path:
     return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 
-def start(archive: Path, folder: Path, failing: str) -> subprocess.Popen[str]:
-    """Start two ranks that open ``archive``; one fails, or none, or a signal ends both."""
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "read.py"
+    path.write_text(READ)
+    return path
+
+
+def prepare(archive: Path, folder: Path, failing: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of ranks that open ``archive``; one fails, or none.
+
+    If ``failing`` is the name of a signal, they wait for it.
+    """
     for name in ("scratch", "marks"):
         (folder / name).mkdir(parents=True)
     environment = tiny.environment(**tiny.temporary_files_in(folder / "scratch"))
-    command = ["-c", READ, str(archive), failing, str(folder / "marks")]
-    return start_local_ranks(command, environment)
+    return [str(archive), failing, str(folder / "marks")], environment
 
 
-def test_archive_unpacked_for_ranks_is_gone_when_they_end(archive: Path, tmp_path: Path) -> None:
-    expected = {
+def run(script: Path, archive: Path, folder: Path, failing: str) -> tuple[int, str]:
+    """Open ``archive`` on two ranks; return exit code and stderr."""
+    arguments, environment = prepare(archive, folder, failing)
+    done = launch_script([str(script), *arguments], environment, processes=2, timeout=120)
+    return done.returncode, done.stderr
+
+
+def test_archive_unpacked_for_ranks_is_gone_when_they_end(
+    archive: Path, script: Path, tmp_path: Path
+) -> None:
+    for failing, expected in {
         "none": (0, ""),
         "0": (1, "rank 0: DataError: a.jsonl:3: got 3\n"),
         "1": (1, "rank 1: DataError: a.jsonl:3: got 3\n"),
-    }
-    started = {who: start(archive, tmp_path / who, who) for who in expected}
-    outputs = {who: process.communicate(timeout=120)[1] for who, process in started.items()}
-    assert {who: (started[who].returncode, outputs[who]) for who in expected} == expected
-    for who in expected:
-        assert is_empty_soon(tmp_path / who / "scratch"), who
+    }.items():
+        assert run(script, archive, tmp_path / failing, failing) == expected
+        assert is_empty_soon(tmp_path / failing / "scratch"), failing
 
 
 def test_archive_that_one_rank_cannot_unpack_or_open_is_the_same_error_on_all_ranks(
-    archive: Path, tmp_path: Path
+    archive: Path, script: Path, tmp_path: Path
 ) -> None:
     """If rank 1 did not get the error, but waited for rank 0, the message would name rank 0."""
-    expected = {
+    for failing, expected in {
         "no folder": "ConfigError: TMPDIR: no temporary folder can be made: No usable directory. "
         "Set it to a folder that you may write to, on a disk with free space\n",
         # The pickle of this error cannot be read, so its text is sent.
         "bug": "RuntimeError: Unreadable: 2 parts\n",
         "rank 1 cannot open": "OSError: Stale file handle\n",
-    }
-    started = {why: start(archive, tmp_path / why, why) for why in expected}
-    assert {why: started[why].communicate(timeout=120)[1] for why in expected} == expected
+    }.items():
+        assert run(script, archive, tmp_path / failing, failing) == (1, expected)
 
 
 def test_archive_unpacked_for_ranks_is_gone_after_a_signal(archive: Path, tmp_path: Path) -> None:
     orders = (signal.SIGTERM, signal.SIGINT)
-    started = {order: start(archive, tmp_path / order.name, order.name) for order in orders}
+    started = {}
+    for order in orders:
+        arguments, environment = prepare(archive, tmp_path / order.name, order.name)
+        started[order] = start_local_ranks(["-c", READ, *arguments], environment)
     end = time.monotonic() + 60
     for order, process in started.items():
         folder = tmp_path / order.name
