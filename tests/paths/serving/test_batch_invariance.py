@@ -87,7 +87,7 @@ def test_rewards_have_the_same_bits_in_any_company(
     "case",
     [
         "smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4",
-        "qwen2_moe", "glm4_moe", "gpt_oss", "llama_dynamic", "phi3_longrope",
+        "qwen2_moe", "gpt_oss", "llama_dynamic", "phi3_longrope",
     ],
 )  # fmt: skip
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
@@ -108,11 +108,8 @@ def of_family(folder: Path, case: str, longest: int = LONGEST) -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "deepseek_v2", "deepseek_v3",
-        "glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4_moe",
-    ],
-)  # fmt: skip
+    ["qwen3_next", "gpt_oss", "deepseek_v3", "nemotron_h", "gemma4_moe"],
+)
 def test_rewards_with_shared_prefixes_of_every_length_are_those_alone(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
@@ -184,7 +181,7 @@ def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
     tmp_path: Path,
 ) -> None:
     """With expert parallelism, matmuls have rows from the samples of both ranks."""
-    cases = {case: of_family(tmp_path, case) for case in ("qwen3_moe", "glm4_moe", "gpt_oss")}
+    cases = {case: of_family(tmp_path, case) for case in ("glm4_moe", "gpt_oss")}
     layouts = ("EP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script(SCRIPT, *arguments, processes=2)
