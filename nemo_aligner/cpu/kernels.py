@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_aligner.utils.cache import cache_folder
-from nemo_aligner.utils.errors import one_line
+from nemo_aligner.utils.errors import ConfigError, one_line
 from nemo_aligner.utils.processes import is_main
 from nemo_aligner.utils.writing import replacing
 
@@ -240,18 +240,27 @@ def _load(source: Path) -> ctypes.CDLL:
     if program is None:
         raise FileNotFoundError(f"the C compiler {compiler[0]} is not installed")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
-    cached = cache_folder() / "kernels" / f"{source.stem}-{_build_key(program, source)}.so"
-    with suppress(OSError):  # it is not there, or is damaged
+    name = f"{source.stem}-{_build_key(program, source)}.so"
+    with suppress(OSError, ConfigError):  # it is not there, or is damaged
+        cached = cache_folder() / "kernels" / name
         if _only_user_writes(cached.parent) and _only_user_writes(cached):
             return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
         library = _compile(compiler, source, Path(folder))
-        with suppress(OSError):
-            cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(cached, sync=True) as partial:
-                shutil.copyfile(library, partial)
-                partial.chmod(0o600)
+        with suppress(OSError, ConfigError):
+            _store(library, cache_folder() / "kernels" / name)
         return ctypes.CDLL(str(library))
+
+
+def _store(library: Path, cached: Path) -> None:
+    """Copy a compiled library into the cache, where only this user may write.
+
+    It is on the disk before it has its name: a library that is cut off could crash a process.
+    """
+    cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with replacing(cached, sync=True) as partial:
+        shutil.copyfile(library, partial)
+        partial.chmod(0o600)
 
 
 def _compile(compiler: Sequence[str], source: Path, folder: Path) -> Path:

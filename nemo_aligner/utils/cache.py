@@ -25,8 +25,18 @@ _reported: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache, which may not exist yet."""
-    return Path(os.environ.get(VARIABLE) or "~/.cache/nemo_aligner").expanduser().absolute()
+    """Return the folder of the cache, which may not exist yet.
+
+    Raises:
+        ConfigError: it is in the user's home folder, which is unknown.
+    """
+    try:
+        return Path(os.environ.get(VARIABLE) or "~/.cache/nemo_aligner").expanduser().absolute()
+    except RuntimeError as error:  # as in a container with a user id that has no name, without HOME
+        raise ConfigError(
+            f"environment variable {VARIABLE}: got {os.environ.get(VARIABLE) or 'nothing'}, and "
+            "this user has no home folder. Set it to a folder that you may write to"
+        ) from error
 
 
 def cached_file(path: Path, origin: str, write: Callable[[Path], None]) -> Path:

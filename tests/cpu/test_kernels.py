@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cpu import kernels
-from nemo_aligner.utils.cache import VARIABLE
+from nemo_aligner.utils.cache import VARIABLE, cache_folder
+from nemo_aligner.utils.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 SOURCE = Path(kernels.__file__).with_name(kernels.KERNELS)
@@ -76,10 +77,14 @@ def test_library_that_others_could_have_written_is_not_loaded(
 
 
 def test_without_a_cache_every_process_compiles_the_kernels(
-    compilations: Callable[[], int], tmp_path: Path
+    compilations: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("not a folder")
     assert [compilations(), compilations()] == [1, 1]
+    monkeypatch.setenv(VARIABLE, "~no-such-user/cache")
+    assert compilations() == 1
+    with pytest.raises(ConfigError, match=f"{VARIABLE}: got ~no-such-user/cache, and this user"):
+        cache_folder()
 
 
 def test_another_compiler_or_processor_has_a_library_of_its_own(
