@@ -35,7 +35,8 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
         A table to print, with the number of pairs of each kind in both files.
 
     Raises:
-        DataError: the demo set has fewer different pairs than ``pairs``.
+        DataError: the demo set has fewer different pairs than ``pairs``, or one of the files would
+            have no pairs of a kind.
     """
     train, heldout_pairs = build_demo_pairs(pairs, heldout, seed)
     sides = {"train": train, "heldout": heldout_pairs}
@@ -70,7 +71,8 @@ def build_demo_pairs(
         The training pairs, and the held-out pairs, which are the fraction ``heldout`` of all.
 
     Raises:
-        DataError: there are fewer different pairs than requested.
+        DataError: there are fewer different pairs than requested, or so few are requested that a
+            file would have none of a kind.
     """
     train: list[DemoPair] = []
     heldout_pairs: list[DemoPair] = []
@@ -78,7 +80,7 @@ def build_demo_pairs(
         rng = random.Random(f"{seed}/{kind}")
         candidates = list(dict.fromkeys(make(rng)))
         count = pairs // len(KINDS)
-        heldout_count = round(count * heldout)
+        heldout_count = _count_heldout(count, heldout, f"pairs of the kind {kind!r}")
         items = _draw_items(candidates, heldout, seed)
         heldout_pairs += _draw_balanced(
             [pair for pair in candidates if pair.item in items], heldout_count, rng
@@ -89,6 +91,17 @@ def build_demo_pairs(
     random.Random(f"{seed}/train").shuffle(train)
     random.Random(f"{seed}/held").shuffle(heldout_pairs)
     return train, heldout_pairs
+
+
+def _count_heldout(count: int, heldout: float, records: str) -> int:
+    """Return how many of ``count`` records to hold out; DataError if either file would be empty."""
+    held_out = round(count * heldout)
+    if not 0 < held_out < count:
+        raise DataError(
+            f"--pairs, --heldout: got {count} {records}, of which the fraction {heldout} is "
+            f"{held_out}, wanted at least one for each file. Ask for more pairs"
+        )
+    return held_out
 
 
 def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
@@ -355,10 +368,13 @@ def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str
 
     Returns:
         A table to print, with the numbers of records, wrong steps and all steps.
+
+    Raises:
+        DataError: one of the files would be empty.
     """
     rng = random.Random(f"{seed}/steps")
     records = list(_make_chains(rng, chains))
-    count = round(chains * heldout)
+    count = _count_heldout(chains, heldout, "answers in steps")
     sides = {"train": records[count:], "heldout": records[:count]}
     lines = [f"{'':<12}{'chains':>8}{'with an error':>15}{'steps':>8}"]
     paths = write_parts(folder, {name: [*map(json.dumps, rows)] for name, rows in sides.items()})

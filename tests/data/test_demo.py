@@ -72,6 +72,17 @@ def test_demo_set_of_too_many_pairs_is_refused(tmp_path: Path, run: Run) -> None
     assert "Traceback" not in failed.stderr
 
 
+def test_demo_set_of_so_few_pairs_that_none_is_held_out_is_refused(tmp_path: Path) -> None:
+    for write, pairs, found in (
+        (write_demo, 40, "got 4 pairs of the kind 'sum', of which the fraction 0.1 is 0"),
+        (write_demo, 5, "got 0 pairs"),
+        (write_step_demo, 3, "got 3 answers in steps, of which the fraction 0.1 is 0"),
+    ):
+        with pytest.raises(DataError, match=found):
+            write(tmp_path / "demo", pairs, 0.1, 1)
+    assert not (tmp_path / "demo").exists()
+
+
 def test_demo_set_of_steps_has_an_error_in_every_second_chain(tmp_path: Path) -> None:
     command = ["data", "demo", "--kind", "steps", "--pairs", "60", "--output", str(tmp_path)]
     assert main(command) == 0
