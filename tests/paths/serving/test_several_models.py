@@ -76,6 +76,8 @@ def several(
         "server.port=0",
     ]
     with running(folder, SERVE, *settings) as started:
+        for name in NAMES:  # so that each has a reward to log, whichever tests run
+            score(started.url, name, [0], way=0)
         yield started
         assert started.stop() == [0], started.output()[-3000:]
         logs = {path.name for path in folder.glob("top*.jsonl") if path.stat().st_size}
