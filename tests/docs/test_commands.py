@@ -161,8 +161,10 @@ class Page:
             (folder / MODULE.findall(text)[0]).write_text(text)
         self._env = {VARIABLE: f"{folder}/cache"}
         # All pages share the compiled kernels, which take longer to compile than many commands.
+        shared = cache_folder() / "kernels"
+        shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / "cache").mkdir()
-        (folder / "cache" / "kernels").symlink_to(cache_folder() / "kernels")
+        (folder / "cache" / "kernels").symlink_to(shared)
         if modules:
             self._env["PYTHONPATH"] = f"{ROOT}:{folder}"
         self._ports = {port: str(free_port()) for port in SERVERS.values()}
