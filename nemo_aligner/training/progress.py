@@ -72,8 +72,8 @@ class StepProgress(Progress):
         steps = self._clock() - self._since - self._validating_seconds
         per_step = steps / (done - self._start)
         per_validation = self._validating_seconds / max(1, self._validated)
-        left = self._validations - self._validated
-        return per_step * (self._total - done) + per_validation * left
+        remaining = self._validations - self._validated
+        return per_step * (self._total - done) + per_validation * remaining
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
@@ -115,8 +115,8 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
                 by_source = sources.setdefault(prefix, {}).setdefault(metric, [])
                 by_source.append(f"{source} {value:.3f}")
     lines = []
-    for prefix, shown in sets.items():
-        lines += [f"step {step}: {prefix}", join_fields(shown, first="  ")]
+    for prefix, fields in sets.items():
+        lines += [f"step {step}: {prefix}", join_fields(fields, first="  ")]
         for metric, values in sources.get(prefix, {}).items():
             lines.append(join_fields([f"{metric} by source:", *values], "  ", "    "))
     return "\n".join(lines)

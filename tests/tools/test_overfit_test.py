@@ -50,7 +50,7 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
 def test_probe_and_swapped_evaluation_pass_training_of_other_decoders(
     case: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Linear and latent attention, Mamba-2; tests/models compares all gradients with others'."""
+    """Linear and latent attention, Mamba-2; tests/models compares the gradients of all decoders."""
     path = families.write_base_nemo(tmp_path / "base.nemo", case)
     base = f"pretrained_checkpoint.restore_from_path={path}"
     assert main(["probe", "--records=4", base, *settings[1:]]) == 0

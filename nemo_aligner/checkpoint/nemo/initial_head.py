@@ -62,8 +62,8 @@ def init_head_from(
         source_shape = model_shape(folder)
         if (source_shape.head, source_shape.hidden_size) != (shape.head, shape.hidden_size):
             raise ConfigError(
-                f"{_KEY}: {path}: got a head that is {_describe(source_shape)}, wanted a head that "
-                f"is {_describe(shape)}"
+                f"{_KEY}: {path}: got a head that is {_describe_head(source_shape)}, "
+                f"wanted a head that is {_describe_head(shape)}"
             )
         tensors = read_head(folder)
     chosen = {
@@ -73,7 +73,7 @@ def init_head_from(
     set_head(model, chosen)
 
 
-def _describe(shape: ModelShape) -> str:
+def _describe_head(shape: ModelShape) -> str:
     return f"{shape.head or 'linear'} with a hidden size of {shape.hidden_size}"
 
 

@@ -332,12 +332,12 @@ def _index_keys(
     sizes, index = [], []
     for part in parts:
         first = bounds[part.segment]
-        seen = [
+        key_rows = [
             torch.arange(*bounds[number : number + 2]) for number in chains[part.segment - cached]
         ]
-        seen.append(torch.arange(first, first + part.end))
-        sizes.append(sum(map(len, seen)))
-        index += seen
+        key_rows.append(torch.arange(first, first + part.end))
+        sizes.append(sum(map(len, key_rows)))
+        index += key_rows
     return sizes, torch.cat(index)
 
 

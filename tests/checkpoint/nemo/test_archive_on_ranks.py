@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness import tiny
 from tests.harness.launching import launch_script, start_local_ranks
-from tests.harness.once import Once
 from tests.utils.test_processes import is_empty_soon
 
 READ = """
@@ -60,11 +59,6 @@ except Exception as error:
 """
 
 
-@pytest.fixture
-def archive(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
-
-
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "read.py"
@@ -72,38 +66,40 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def prepare(archive: Path, folder: Path, failing: str) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of ranks that open ``archive``; one fails, or none.
+def prepare(
+    script: Path, base: Path, folder: Path, failing: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command and environment of ranks that open the archive ``base``; one fails, or none.
 
     If ``failing`` is the name of a signal, they wait for it.
     """
     for name in ("scratch", "marks"):
         (folder / name).mkdir(parents=True)
     environment = tiny.environment(**tiny.temporary_files_in(folder / "scratch"))
-    return [str(archive), failing, str(folder / "marks")], environment
+    return [str(script), str(base), failing, str(folder / "marks")], environment
 
 
-def run(script: Path, archive: Path, folder: Path, failing: str) -> tuple[int, str]:
-    """Open ``archive`` on two ranks; return exit code and stderr."""
-    arguments, environment = prepare(archive, folder, failing)
-    done = launch_script([str(script), *arguments], environment, processes=2, timeout=120)
+def run(script: Path, base: Path, folder: Path, failing: str) -> tuple[int, str]:
+    """Open the archive ``base`` on two ranks; return exit code and stderr."""
+    command, environment = prepare(script, base, folder, failing)
+    done = launch_script(command, environment, processes=2, timeout=120)
     return done.returncode, done.stderr
 
 
 def test_archive_unpacked_for_ranks_is_gone_when_they_end(
-    archive: Path, script: Path, tmp_path: Path
+    script: Path, base: Path, tmp_path: Path
 ) -> None:
     for failing, expected in {
         "none": (0, ""),
         "0": (1, "rank 0: DataError: a.jsonl:3: got 3\n"),
         "1": (1, "rank 1: DataError: a.jsonl:3: got 3\n"),
     }.items():
-        assert run(script, archive, tmp_path / failing, failing) == expected
+        assert run(script, base, tmp_path / failing, failing) == expected
         assert is_empty_soon(tmp_path / failing / "scratch"), failing
 
 
 def test_archive_that_one_rank_cannot_unpack_or_open_is_the_same_error_on_all_ranks(
-    archive: Path, script: Path, tmp_path: Path
+    script: Path, base: Path, tmp_path: Path
 ) -> None:
     """If rank 1 did not get the error, but waited for rank 0, the message would name rank 0."""
     for failing, expected in {
@@ -113,15 +109,18 @@ def test_archive_that_one_rank_cannot_unpack_or_open_is_the_same_error_on_all_ra
         "bug": "RuntimeError: Unreadable: 2 parts\n",
         "rank 1 cannot open": "OSError: Stale file handle\n",
     }.items():
-        assert run(script, archive, tmp_path / failing, failing) == (1, expected)
+        assert run(script, base, tmp_path / failing, failing) == (1, expected)
 
 
-def test_archive_unpacked_for_ranks_is_gone_after_a_signal(archive: Path, tmp_path: Path) -> None:
+def test_archive_unpacked_for_ranks_is_gone_after_a_signal(
+    script: Path, base: Path, tmp_path: Path
+) -> None:
     orders = (signal.SIGTERM, signal.SIGINT)
     started = {}
     for order in orders:
-        arguments, environment = prepare(archive, tmp_path / order.name, order.name)
-        started[order] = start_local_ranks(["-c", READ, *arguments], environment)
+        started[order] = start_local_ranks(
+            *prepare(script, base, tmp_path / order.name, order.name)
+        )
     end = time.monotonic() + 60
     for order, process in started.items():
         folder = tmp_path / order.name
