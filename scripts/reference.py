@@ -380,8 +380,11 @@ def _render_docstring(item: Item, has_text: bool = True) -> Iterator[str]:
         yield f"{section.kind.value.capitalize()}:\n"
         for entry in section.value:
             label = getattr(entry, "name", "") or str(entry.annotation)
+            if label.endswith(","):  # griffe reads ``a, b:`` as ``a,`` with the annotation ``b``
+                label += f" {entry.annotation}"
+            names = ", ".join(f"`{name}`" for name in label.split(", "))
             about = as_markdown(entry.description).replace("\n", " ")
-            yield f"- `{label}`: {about}"
+            yield f"- {names}: {about}"
         yield ""
 
 

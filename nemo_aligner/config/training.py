@@ -134,7 +134,7 @@ class CheckpointCallbackConfig:
     """
 
     monitor: str | None = setting(
-        None, "metric of the first set, or set/metric; null: accuracy or pearson_mean"
+        None, "metric of the first set, or validation-NAME/metric; null: by objective"
     )
     mode: MonitorMode | None = setting(
         None, "whether lower or higher is better; null: decided by the metric"
