@@ -48,6 +48,12 @@ def test_how_a_worker_ended_is_said(common: ModuleType, tmp_path: Path) -> None:
             common.run_worker(script(tmp_path, program), "role", {}, 1)
 
 
+def test_a_worker_of_several_ranks_has_one_result(common: ModuleType, tmp_path: Path) -> None:
+    program = "import json, os; r = os.environ; print(json.dumps([r['RANK'], r['WORLD_SIZE']]))"
+    only_first = f"import os\nif os.environ['RANK'] == '0':\n    {program}"
+    assert common.run_worker(script(tmp_path, only_first), "role", {}, 1, ranks=2) == ["0", "2"]
+
+
 def test_a_worker_answers_until_it_ends(common: ModuleType, tmp_path: Path) -> None:
     worker = common.Worker(sys.executable, script(tmp_path, ECHOES), {"job": 1}, 1)
     assert worker.ask({"a": 1}) == {"heard": {"a": 1}}

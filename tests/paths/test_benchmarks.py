@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,15 +107,26 @@ def test_benchmark_is_measured_where_its_peer_dies(
         assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
 
 
-def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
+def test_scaling_measures_what_the_cost_model_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its runs are forked from prepared processes instead of started by torchrun."""
+
+    def run_worker(
+        script: str, role: str, job: dict[str, Any], threads: int, *, ranks: int
+    ) -> dict[str, Any]:
+        done = tiny.run_script(f"benchmarks/{script}", role, json.dumps(job), processes=ranks)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    monkeypatch.setattr(scaling, "run_worker", run_worker)
     output = tmp_path / "scaling.json"
-    done = tiny.run_script(
-        "benchmarks/scaling.py",
-        *("--tables", "ranks"),
-        *("--ranks=2", "--layers=2", "--hidden=128", "--seq-length=64", "--pairs=4", "--steps=1"),
-        f"--output={output}",
-    )
-    assert "measured/planned" in done.stdout
+    sizes = ("--layers=2", "--hidden=128", "--seq-length=64", "--pairs=4", "--steps=1")
+    options = ("--tables", "ranks", "--ranks=2", *sizes, f"--output={output}")
+    monkeypatch.setattr("sys.argv", ["scaling.py", *options])
+    scaling.main()
+    assert "measured/planned" in capsys.readouterr().out
     rows = json.loads(output.read_text())["tables"]["ranks"]
     layouts = ["one rank", "DP=2", "TP=2", "TP=2+SP", "PP=2", "CP=2", "CP=2+ring"]
     assert [row["ranks"] for row in rows] == layouts

@@ -50,7 +50,6 @@ def run(jobs: Sequence[Job], processes: int = 1) -> list[Done]:
             temporary,
             processes=processes,
             timeout=TIMEOUT_S,
-            fresh=processes > 2,
         )
         results = [_done(folder, number, job, processes) for number, job in enumerate(jobs)]
     for job, done in zip(jobs, results, strict=True):

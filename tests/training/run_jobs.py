@@ -25,7 +25,7 @@ POLL_SECS, GRACE_SECS = 0.01, 30.0
 
 def main(folder: Path, rank: int) -> dict[str, Any] | None:
     """Run all jobs; in a fork, the one to do there."""
-    import_libraries()  # torchrun has started more than two ranks, not a prepared process
+    import_libraries()  # with --fresh, no prepared process has done so
     assert len(os.listdir("/proc/self/task")) == 1, "a module started a thread: it may not fork"
     gc.freeze()
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):

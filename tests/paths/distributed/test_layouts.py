@@ -83,22 +83,8 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """One launch trains all cases that a layout has code for; in fp16, pp2's stage 0 is frozen."""
     at = {
         "tp2": ("ranking", "plackett_luce", "bins", "formats", "zero_groups", "hybrid"),
-        "tp2_sp": (
-            "onednn",
-            "trajectories",
-            "least_step",
-            "hybrid_lora",
-            "soft_labels",
-            "nf4",
-        ),
-        "pp2": (
-            "hybrid",
-            "offload",
-            "pairs_and_ratings",
-            "fp16",
-            "against_length",
-            "soft_labels",
-        ),
+        "tp2_sp": ("onednn", "trajectories", "hybrid_lora", "nf4"),
+        "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "soft_labels"),
         "dp2": (
             "learned_ties",
             "quantiles",
