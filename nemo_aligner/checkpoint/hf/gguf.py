@@ -233,10 +233,10 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
     try:
         architecture = check_header(path)
         if architecture is not None:
-            # Check the architecture first, because GGUFReader takes seconds to read the vocabulary.
+            # Check the architecture first, because reading the vocabulary can take seconds.
             check_gguf_architecture(architecture)
         # GGUFReader trusts the counts in the header, which check_header has checked.
-        reader = gguf.GGUFReader(path)
+        reader = _fast_reader(gguf.GGUFReader, path)
         # Skip the vocabulary, because the reader makes an array for every word.
         fields = {
             key: _read_value(field)
@@ -246,6 +246,24 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
         return fields, {tensor.name: _StoredTensor.of(tensor) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"not a readable GGUF file: {short(error)}") from error
+
+
+def _fast_reader(reader_class: type[Any], path: Path) -> Any:
+    """Open a file by gguf's ``GGUFReader`` with a plain array instead of its ``np.memmap``.
+
+    The reader slices the array for every word of the vocabulary, three times as fast.
+    """
+
+    class Reader(reader_class):  # type: ignore[misc]
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return Reader(path)
 
 
 def _read_value(field: Any) -> Any:
