@@ -36,18 +36,35 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in content["parts"]}
 
 
-def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(*SCRIPT, "--output", str(tmp_path), "--work", str(tmp_path / "work")),
-            *("--threads", "1", "--trl-python", "nowhere/trl", "--vllm-python", "nowhere/vllm"),
-        ],
-        capture_output=True,
-        text=True,
-        env=tiny.environment(),
-        timeout=300,
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture
+def prepared(hour: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, whose parts are forked from prepared processes instead of started."""
+
+    def run_command(command: list[str], log: Path, limit: float, *_: object) -> tuple[str, str]:
+        words, processes = command[1:], 1
+        if words[: len(TORCHRUN)] == TORCHRUN:
+            words, processes = words[len(TORCHRUN) :], 2
+        done = tiny.run_script(*words, processes=processes, check=False, timeout=limit)
+        log.write_text(done.stdout + done.stderr)
+        return ("failed", done.stderr) if done.returncode else ("done", "")
+
+    monkeypatch.setattr(hour, "_run_command", run_command)
+    monkeypatch.setattr(hour.signal, "signal", lambda *_: None)
+    return hour
+
+
+def test_the_whole_hour_is_rehearsed_without_a_gpu(
+    prepared: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        *("--device", "cpu", "--output", str(tmp_path), "--work", str(tmp_path / "work")),
+        *("--threads", "1", "--trl-python", "nowhere/trl", "--vllm-python", "nowhere/vllm"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr("sys.argv", ["gpu_first_hour.py", *options])
+    assert prepared.main() == 0
     parts = read_parts(tmp_path)
     states = {name: part["state"] for name, part in parts.items()}
     assert states == {
@@ -88,6 +105,20 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert "| measured/planned |" in page
     assert "model.micro_batch_tokens=" in page
     assert "==== scoring" in (tmp_path / "first_hour.log").read_text()
+
+
+def test_the_script_starts_a_part_of_one_process_and_of_two(tmp_path: Path) -> None:
+    options = ("--parts", "memory", "overlap", "--threads", "1", "--output", str(tmp_path))
+    done = subprocess.run(
+        [*SCRIPT, *options], capture_output=True, text=True, env=tiny.environment(), timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = read_parts(tmp_path)
+    assert {name: part["state"] for name, part in parts.items()} == {
+        "memory": "done",
+        "overlap": "done",
+    }
+    assert all(part["rows"] for part in parts.values())
 
 
 STOPPED = """
