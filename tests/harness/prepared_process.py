@@ -29,7 +29,7 @@ LIBRARIES = (
     "numpy", "yaml", "omegaconf", "safetensors.torch", "torch", "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental", "torch.utils.cpp_extension",
     "torch.utils.tensorboard", "transformers", "transformers.models.auto.tokenization_auto",
-    "lightning.pytorch.loggers", "aiohttp", "fastapi", "uvicorn", "prometheus_client",
+    "aiohttp", "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
 # Modules that import nearly all others of the package, and megatron-core.
 OURS = (
