@@ -3,7 +3,7 @@
 The readout also gives the uncertainty of a reward. It is part of the scoring contract, so training,
 evaluation and the server use the same code. Each sample is computed by itself in float64, so its
 rounding does not depend on the other samples of a batch. ``one_reward`` combines the rewards of
-several attributes into one.
+all attributes into one.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _check_numbers(kind: str, row: Sequence[float]) -> None:
         )
 
 
-# The combination of several attributes into one reward per sample.
+# The combination of the attributes into one reward per sample.
 
 
 def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[float, ...]:
@@ -259,11 +259,11 @@ def adjust_components(components: np.ndarray, rewards: np.ndarray) -> np.ndarray
 def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """Combine ``rewards [N, A]`` float32 by A weights into ``[N]`` float32, summed in float64.
 
-    A single attribute is returned unchanged, and rows of NaN (rejected samples) stay NaN. If all
-    rows are NaN, the number of columns may differ from A: a client that has received no reward
-    does not know A.
+    A single attribute of weight 1 is returned unchanged, and rows of NaN (rejected samples) stay
+    NaN. If all rows are NaN, the number of columns may differ from A: a client that has received no
+    reward does not know A.
     """
-    if len(weights) == 1:
+    if tuple(weights) == (1.0,):
         return rewards[:, 0]
     # The sum is in float64, so that the order of additions in BLAS does not change the float32
     # result.

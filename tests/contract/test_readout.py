@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from nemo_aligner.contract.readout import Readout, one_reward, reward_weights, sigmoid
+from nemo_aligner.contract.readout import (
+    Readout,
+    one_reward,
+    reward_weights,
+    sigmoid,
+    weighted_components,
+)
+from nemo_aligner.contract.scorer import ScoredRows
+from nemo_aligner.evaluation.sources import RewardSource
+from nemo_aligner.integrations.trl import RewardFunction
+from nemo_aligner.losses.value import merge_attributes
+from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.serving.fake_server import CONTRACT
@@ -114,6 +128,57 @@ def test_one_reward_is_weighed_by_the_contract_where_no_attribute_is_named() -> 
     # Rows without any reward may have any number of columns.
     assert np.isnan(one_reward(np.full((2, 1), np.nan, dtype=np.float32), weights)).all()
     assert one_reward(np.zeros((0, 1), dtype=np.float32), weights).shape == (0,)
+
+
+class Harm:
+    """Scores texts by one attribute, whose weight is -1; rejects empty texts."""
+
+    contract = dataclasses.replace(
+        CONTRACT, attributes=("harm",), attribute_weights=(-1.0,), label_means=(0.0,)
+    )
+    attributes = contract.attributes
+
+    def score_rows(self, texts: Sequence[str], *, on_error: str = "nan") -> ScoredRows:
+        rewards = np.array([[len(text) / 3 if text else np.nan] for text in texts], np.float32)
+        errors = {row: "it is empty" for row, text in enumerate(texts) if not text}
+        return ScoredRows(rewards, errors, np.zeros(len(texts), dtype=bool))
+
+
+def in_trl(model: Any, texts: list[str]) -> Any:
+    client = SimpleNamespace(
+        contract=lambda: model.contract, sample_frame=lambda: None, score_rows=model.score_rows
+    )
+    return RewardFunction(client, None, "harm")([""] * len(texts), texts)  # type: ignore[arg-type]
+
+
+def on_server(model: Any, texts: list[str]) -> Any:
+    served = Served("reward_model", model.attributes, model.contract.attribute_weights)
+    return served.one_reward(model.score_rows(texts).rewards)
+
+
+def by_components(model: Any, texts: list[str]) -> Any:
+    rewards = model.score_rows(texts).rewards
+    return weighted_components(rewards, model.contract.attribute_weights).sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    "consume",
+    [
+        pytest.param(
+            lambda model, texts: RewardSource.of(model).score_as_one(texts, texts), id="evaluate"
+        ),
+        pytest.param(in_trl, id="trl"),
+        pytest.param(on_server, id="server"),
+        pytest.param(by_components, id="components"),
+    ],
+)
+def test_one_attribute_is_weighed_everywhere_as_in_training(
+    consume: Callable[[Any, list[str]], Any],
+) -> None:
+    model, texts = Harm(), ["a", "bb", ""]
+    outputs = torch.from_numpy(model.score_rows(texts).rewards)
+    trained = merge_attributes(outputs, model.contract.attribute_weights)
+    np.testing.assert_array_equal(np.float32(consume(model, texts)), trained.numpy())
 
 
 def test_one_reward_of_a_named_attribute_is_taken_as_it_is() -> None:

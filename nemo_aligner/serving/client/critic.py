@@ -12,7 +12,12 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.client.calls import ServerClient, check_token, complete_urls
+from nemo_aligner.serving.client.calls import (
+    ServerClient,
+    check_token,
+    complete_urls,
+    run_all,
+)
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
@@ -205,7 +210,7 @@ async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> C
 
 
 async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[CriticValues]:
-    answers = await asyncio.gather(*(_request_values(pool, part) for part in parts))
+    answers = await run_all(_request_values(pool, part) for part in parts)
     return [reply for replies in answers for reply in replies]
 
 
@@ -242,8 +247,8 @@ async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> 
     # PPO needs a reward for every sequence of a rollout, so one rejected sequence fails the call.
     split = partial(split_tokens, token_lists)
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
-    if scored.rewards.shape[1] == 1:
-        return scored.rewards[:, 0]
+    if scored.contract_hash is None and scored.rewards.shape[1] == 1:
+        return scored.rewards[:, 0]  # a server of NVIDIA's NeMo-Aligner, which publishes no weights
     return one_reward(scored.rewards, (await pool.fetch_contract()).attribute_weights)
 
 

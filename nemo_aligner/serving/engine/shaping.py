@@ -22,7 +22,7 @@ import numpy as np
 from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.protocols import ScoredRows
-from nemo_aligner.utils.errors import ConfigError, short
+from nemo_aligner.utils.errors import ConfigError, short, shown
 from nemo_aligner.utils.writing import replacing
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RewardShaper:
         self._ensemble = ensemble
         self._shape = (len(contracts), len(contracts[0].attributes))
         self._weights = _attribute_weights(shaping, contracts[0])
-        self._check_columns()
+        self._check_is_one_reward(contracts[0])
         if shaping.spread_penalty and contracts[0].output_readout is None:
             raise ConfigError(
                 f"shaping.spread_penalty: got {shaping.spread_penalty}, but the model has one "
@@ -227,17 +227,24 @@ class RewardShaper:
             return mean - self._ensemble.k * deviation
         return mean
 
-    def _check_columns(self) -> None:
-        columns = self._shape[1] if self._weights is None else 1
-        needs_one_column = {
+    def _check_is_one_reward(self, contract: ScoringContract) -> None:
+        """Raise ConfigError for rules of the one reward if shaping leaves attributes separate.
+
+        Clients multiply separate attributes by the contract's weights after the shaping, so a
+        weight below 0 would turn a penalty into a bonus.
+        """
+        if self._weights is not None or contract.attribute_weights == (1.0,):
+            return
+        weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
+        rules = {
             "length_penalty": self.needs_lengths,
             "threshold": self._shaping.threshold is not None,
         }
-        for name, is_needed in needs_one_column.items():
-            if is_needed and columns > 1:
+        for name, is_set in rules.items():
+            if is_set:
                 raise ConfigError(
-                    f"shaping.{name}: the model has {columns} attributes, wanted one reward; set "
-                    "shaping.attribute_weights"
+                    f"shaping.{name}: the model has the attribute weights {shown(weights)}, wanted "
+                    "one reward of weight 1; set shaping.attribute_weights"
                 )
 
     def _build_contract(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
