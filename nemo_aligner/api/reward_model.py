@@ -260,7 +260,7 @@ class RewardModel:
         merge: bool = False,
         head: str | None = None,
         adapter_of: str | None = None,
-        max_shard_bytes: int = _SHARD_BYTES,
+        max_shard_bytes: int | None = None,
         base_license: str = "unknown",
     ) -> ExportSummary | str:
         """Export the model in Hugging Face's format, and check that the export scores the same.
@@ -275,7 +275,7 @@ class RewardModel:
             head: the form of a linear head, named by its tensor: ``score.bias`` or
                 ``v_head.summary``; None means ``score``
             adapter_of: write the LoRA weights as a peft adapter for this base model
-            max_shard_bytes: largest size of a safetensors file
+            max_shard_bytes: largest size of a safetensors file; None means 5 * 10**9
             base_license: the base model's licence, for the model card
 
         Raises:
@@ -345,7 +345,7 @@ def export_archive(
     merge: bool,
     head: str | None,
     adapter_of: str | None,
-    max_shard_bytes: int,
+    max_shard_bytes: int | None,
     base_license: str,
 ) -> ExportSummary | str:
     """Export a reward model's ``.nemo``, for ``nemo-aligner export`` and ``RewardModel.export``.
@@ -354,6 +354,7 @@ def export_archive(
         ConfigError: the options do not fit together, or there are several processes.
         CheckpointError: ``output`` exists already, or the export gives other rewards.
     """
+    _check_export(output, dtype, head, adapter_of, max_shard_bytes)
     from nemo_aligner.checkpoint.hf.adapter import export_adapter
     from nemo_aligner.checkpoint.hf.export import export_to_hf
     from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
@@ -365,33 +366,50 @@ def export_archive(
         dtype=None if dtype is None else torch_dtype(Precision(dtype)),
         merge=merge,
         head=head,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=max_shard_bytes or _SHARD_BYTES,
         base_license=base_license,
     )
-    if output.suffix.lower() == ".gguf":
-        if adapter_of is not None or head is not None:
-            raise ConfigError(
-                f"{output}: a .gguf file has neither a peft adapter nor another form of the head. "
-                "Omit adapter_of and head"
-            )
-        from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
-
-        with single_process():
-            return export_to_gguf(archive, output, export_options)
-    if adapter_of is not None:
-        if dtype is not None:
-            raise ConfigError(
-                "dtype: an adapter is always written in the dtype it is stored in. Omit dtype"
-            )
-        if head is not None:
-            raise ConfigError(
-                f"head: got {head!r}, but the head of a peft adapter is always called score. "
-                "Omit head"
-            )
-        with single_process():
-            return export_adapter(archive, output, adapter_of, initialize_layout(), export_options)
     with single_process():
+        if _is_gguf(output):
+            from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
+
+            return export_to_gguf(archive, output, export_options)
+        if adapter_of is not None:
+            return export_adapter(archive, output, adapter_of, initialize_layout(), export_options)
         return export_to_hf(archive, output, initialize_layout(), export_options)
+
+
+def _is_gguf(output: Path) -> bool:
+    return output.suffix.lower() == ".gguf"
+
+
+def _check_export(
+    output: Path,
+    dtype: str | None,
+    head: str | None,
+    adapter_of: str | None,
+    max_shard_bytes: int | None,
+) -> None:
+    """Raise ConfigError if the options of an export do not fit together."""
+    if _is_gguf(output) and (adapter_of is not None or head is not None):
+        raise ConfigError(
+            f"{output}: a .gguf file has neither a peft adapter nor another form of the head. "
+            "Omit adapter_of and head"
+        )
+    if max_shard_bytes is not None and (_is_gguf(output) or adapter_of is not None):
+        kind = "a .gguf file" if _is_gguf(output) else "a peft adapter"
+        raise ConfigError(
+            f"max_shard_bytes: got {max_shard_bytes}, but the output is {kind}, whose weights are "
+            "always one file. Omit it (--max-shard-size)"
+        )
+    if adapter_of is not None and dtype is not None:
+        raise ConfigError(
+            "dtype: an adapter is always written in the dtype it is stored in. Omit dtype"
+        )
+    if adapter_of is not None and head is not None:
+        raise ConfigError(
+            f"head: got {head!r}, but the head of a peft adapter is always called score. Omit head"
+        )
 
 
 class _Session:

@@ -190,7 +190,7 @@ def export_parser() -> Parser:
         "its base model: a folder (then the result is checked) or a name",
     )  # fmt: skip
     parser.add_argument(
-        "--max-shard-size", type=_parse_bytes, default="5GB", metavar="SIZE",
+        "--max-shard-size", type=_parse_bytes, metavar="SIZE",
         help="largest safetensors file (default: 5GB)",
     )  # fmt: skip
     parser.add_argument(

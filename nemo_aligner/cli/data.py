@@ -17,12 +17,15 @@ from nemo_aligner.cli.parser import (
     positive,
     start_ranks,
     starts_ranks,
+    whole,
 )
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, DataConfig, ScoredPosition
 from nemo_aligner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nemo_aligner.contract.contract import ScoringContract
+    from nemo_aligner.contract.tokenizer import Tokenizer
     from nemo_aligner.data.readers import PromptWrapping, ReaderConfig
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
@@ -151,6 +154,12 @@ _PROMPT_FLAGS = {
     "--prompt-file": "FILE",
     "--input-template": "TEXT",
 }
+# Options of the scoring contract that is built for a tokenizer without one. Their default is None,
+# which tells that they are not given.
+_CONTRACT_FLAGS = (
+    "--template", "--seq-length", "--overlong", "--reads", "--step-separator",
+    "--principle-template",
+)  # fmt: skip
 
 
 def inspect_parser() -> Parser:
@@ -166,7 +175,7 @@ def inspect_parser() -> Parser:
         "tokenizer.json, a .gguf file, or a model's name on the hub",
     )  # fmt: skip
     parser.add_argument(
-        "--show", type=int, default=2, metavar="N", help="records to print (default: 2)"
+        "--show", type=whole, default=2, metavar="N", help="records to print (default: 2)"
     )
     add_format(parser)
     for flag, value in _PROMPT_FLAGS.items():
@@ -174,17 +183,16 @@ def inspect_parser() -> Parser:
         parser.add_argument(flag, metavar=value, help=f"as model.data.{setting}")
     parser.add_argument("--template", metavar="NAME", help="as model.data.template")
     parser.add_argument(
-        "--seq-length", type=positive, default=DEFAULT_SEQ_LENGTH, metavar="N",
-        help="as model.data.seq_length (default: %(default)s)",
+        "--seq-length", type=positive, metavar="N",
+        help=f"as model.data.seq_length (default: {DEFAULT_SEQ_LENGTH})",
     )  # fmt: skip
     parser.add_argument(
-        "--overlong", choices=[rule.value for rule in Overlong], default="drop",
+        "--overlong", choices=[rule.value for rule in Overlong],
         help="as model.data.overlong (default: drop)",
     )  # fmt: skip
     parser.add_argument(
-        "--reads", choices=[rule.value for rule in ScoredPosition], default="last_token",
-        metavar="POSITION",
-        help="as model.head.reads (default: %(default)s)",
+        "--reads", choices=[rule.value for rule in ScoredPosition], metavar="POSITION",
+        help="as model.head.reads (default: last_token)",
     )  # fmt: skip
     parser.add_argument("--step-separator", metavar="TEXT", help="as model.data.step_separator")
     parser.add_argument(
@@ -195,44 +203,10 @@ def inspect_parser() -> Parser:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print a table and the first records of each file; return 1 if a file is invalid, else 0."""
-    from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
     from nemo_aligner.data.hub import local_files
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
-    rules = None
-    if options.tokenizer is not None:
-        data = DataConfig(
-            format=options.format,
-            seq_length=options.seq_length,
-            overlong=Overlong(options.overlong),
-            template=options.template,
-            step_separator=options.step_separator,
-            principle_template=options.principle_template,
-        )
-        tokenizer, contract, is_built = read_or_build_text_rules(
-            options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
-        )
-        # last_token is the default of --reads. The user may not have chosen it, so it cannot
-        # contradict the contract.
-        position = contract.scored_position if options.reads == "last_token" else options.reads
-        separator = options.step_separator or contract.step_separator
-        if (position, separator) != (contract.scored_position, contract.step_separator):
-            raise ConfigError(
-                f"--tokenizer: the scoring contract of {options.tokenizer} has "
-                f"reads={contract.scored_position} and step_separator="
-                f"{contract.step_separator!r}, but --reads or --step-separator has another value. "
-                "Omit both options, or pass the tokenizer of a base model"
-            )
-        if not is_built and options.principle_template is not None:
-            raise ConfigError(
-                f"--principle-template: {options.tokenizer} is a reward model, whose scoring "
-                "contract is used. Omit the option, or pass the tokenizer of a base model"
-            )
-        rules = tokenizer, contract
-        # A trained model has another hash, because the hash also covers precision, objective and
-        # label means.
-        origin = " of these options (not yet of a training run)" if is_built else ""
-        print(f"scoring contract{origin}: {contract.hash}")
+    rules = _read_rules(options)
     inspection = Inspection(
         rules=rules,
         show=options.show,
@@ -244,6 +218,49 @@ def run_inspect(options: argparse.Namespace) -> int:
         print(part.text)
         all_good &= part.is_good
     return 0 if all_good else 1
+
+
+def _read_rules(options: argparse.Namespace) -> tuple[Tokenizer, ScoringContract] | None:
+    """Load tokenizer and scoring contract, or build the contract from the options; print its hash.
+
+    None without ``--tokenizer``.
+
+    Raises:
+        ConfigError: an option of the contract is given, but no contract is built from it.
+    """
+    names = {flag: flag[2:].replace("-", "_") for flag in _CONTRACT_FLAGS}
+    given = ", ".join(flag for flag, name in names.items() if getattr(options, name) is not None)
+    if options.tokenizer is None:
+        if given:
+            raise ConfigError(
+                f"{given}: no effect without --tokenizer, as no sample is tokenized. Add "
+                f"--tokenizer, or omit {given}"
+            )
+        return None
+    from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
+
+    data = DataConfig(
+        format=options.format,
+        seq_length=options.seq_length,
+        overlong=None if options.overlong is None else Overlong(options.overlong),
+        template=options.template,
+        step_separator=options.step_separator,
+        principle_template=options.principle_template,
+    )
+    reads = ScoredPosition(options.reads or ScoredPosition.last_token)
+    tokenizer, contract, is_built = read_or_build_text_rules(
+        options.tokenizer, data, options.attributes, reads
+    )
+    if given and not is_built:
+        raise ConfigError(
+            f"{given}: {options.tokenizer} is a reward model, whose scoring contract is used. Omit "
+            f"{given}, or pass the tokenizer of a base model"
+        )
+    # A trained model has another hash, because the hash also covers precision, objective and label
+    # means.
+    origin = " of these options (not yet of a training run)" if is_built else ""
+    print(f"scoring contract{origin}: {contract.hash}")
+    return tokenizer, contract
 
 
 def _read_prompts(options: argparse.Namespace) -> PromptWrapping | None:

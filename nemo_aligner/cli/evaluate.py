@@ -15,6 +15,7 @@ from nemo_aligner.cli.parser import (
     settings_parser,
     start_ranks,
     starts_ranks,
+    whole,
 )
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
@@ -75,7 +76,7 @@ def compare_parser() -> Parser:
         "--flips", type=Path, metavar="FILE", help="file to write: the flipped pairs as JSONL"
     )
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="flipped pairs to print (default: 3)"
+        "--show", type=whole, default=3, metavar="N", help="flipped pairs to print (default: 3)"
     )
     return parser
 

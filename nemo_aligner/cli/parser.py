@@ -30,6 +30,8 @@ from nemo_aligner.utils.processes import environment, find_process, is_first_ran
 
 PROGRAM = "nemo-aligner"
 T = TypeVar("T")
+# A flag, or a setting that was written as one (``--model.optim.lr``).
+_FLAG = re.compile(r"--[\w.-]*\w[\w.-]*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,13 +73,17 @@ class Parser(argparse.ArgumentParser):
         """Parse a command line; an invalid one ends the process with exit code 2."""
         # argparse has no public list of its flags, so they are parsed from its help text.
         flags = re.findall(r"--[\w-]+", self.format_help())
-        for word, following in pairwise([*argv, ""]):
+        options_end = _find_end_of_options(argv)
+        for word, following in pairwise([*argv[:options_end], ""]):
             flag = word.partition("=")[0]
-            if flag.startswith("--") and flag not in flags:
+            # Other words, such as a text to score, may also begin with dashes.
+            if _FLAG.fullmatch(flag) and flag not in flags:
                 hint = did_you_mean(flag, flags) or self._suggest_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
         # Settings may come before, between and after flags; ``parse_args`` would not allow that.
-        options = self.parse_intermixed_args(argv)
+        # But ``parse_intermixed_args`` takes words after ``--`` for options.
+        parse = self.parse_args if "--" in argv else self.parse_intermixed_args
+        options = parse(argv)
         options.argv = list(argv)
         flags_in_errors = flags if self._settings_are_flags else []
         options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags_in_errors}
@@ -103,6 +109,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error and a line about ``--help`` to stderr, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
+
+
+def _find_end_of_options(argv: Sequence[str]) -> int:
+    """Return the index of ``--``, after which no word is an option; without it, that of the end."""
+    return list(argv).index("--") if "--" in argv else len(argv)
 
 
 def _wrap_paragraphs(text: str) -> str:
@@ -150,6 +161,13 @@ def positive(text: str) -> int:
     """Argparse type for a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number above 0")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Argparse type for a whole number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number, 0 or more")
     return int(text)
 
 
@@ -249,7 +267,8 @@ def start_ranks(verb: str, options: argparse.Namespace) -> int:
     from nemo_aligner.distributed.launch import run_ranks
 
     # The added --processes=1 overrides the user's --processes: argparse takes the last one.
-    rank_arguments = [*options.argv, "--processes=1"]
+    end = _find_end_of_options(options.argv)
+    rank_arguments = [*options.argv[:end], "--processes=1", *options.argv[end:]]
     command = ["-m", "nemo_aligner", verb, *rank_arguments]
     return run_ranks(command, options.processes, environment())
 

@@ -12,9 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.cli.data import inspect_parser
+from nemo_aligner.cli.evaluate import compare_parser
 from nemo_aligner.cli.main import main, run_verb
-from nemo_aligner.cli.parser import Parser, fraction, names, positive, starts_ranks
+from nemo_aligner.cli.parser import (
+    Parser,
+    fraction,
+    names,
+    positive,
+    start_ranks,
+    starts_ranks,
+    whole,
+)
 from nemo_aligner.cli.serve import run_score, score_parser
+from nemo_aligner.distributed import launch
 from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
@@ -35,6 +46,7 @@ def same_log_level(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def options_of(*argv: str) -> argparse.Namespace:
     parser = Parser("try", "Tries.")
     parser.add_argument("--gpu-memory", type=int, default=3)
+    parser.add_argument("--processes", type=positive)
     parser.add_argument("things", nargs="*")
     return parser.parse(argv)
 
@@ -54,12 +66,23 @@ def test_option_that_is_wrong_is_two_lines_and_exit_code_2(capsys: Captured) -> 
         )
 
 
+def test_arguments_may_begin_with_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of("--gpu-memory is a flag", "a").things == ["--gpu-memory is a flag", "a"]
+    options = options_of("--gpu-memory=5", "--", "--verbose is a flag", "--debug", "--verbose")
+    assert options.things == ["--verbose is a flag", "--debug", "--verbose"]
+    assert (options.gpu_memory, options.debug) == (5, False)
+    options.processes, commands = 2, []
+    monkeypatch.setattr(launch, "run_ranks", lambda command, *unused: commands.append(command))
+    start_ranks("try", options)
+    assert options_of(*commands[0][3:]).things == options.things
+
+
 def test_options_may_stand_between_arguments() -> None:
     options = options_of("a=1", "--gpu-memory", "5", "b=2", "--debug")
     assert (options.things, options.gpu_memory, options.debug) == (["a=1", "b=2"], 5, True)
 
 
-def test_option_values_are_read_and_checked() -> None:
+def test_option_values_are_read_and_checked(capsys: Captured) -> None:
     assert names("help, style ,length") == ("help", "style", "length")
     assert names("a,,b") == ("a", "", "b")
     assert names(" ") == ()
@@ -70,6 +93,12 @@ def test_option_values_are_read_and_checked() -> None:
     for text in ("0", "-1", "2.5", ""):
         with pytest.raises(argparse.ArgumentTypeError, match=f"got '{text}', wanted"):
             positive(text)
+    assert [whole(text) for text in ("0", "12")] == [0, 12]
+    for parser, argv in ((inspect_parser(), ["a"]), (compare_parser(), ["a", "b"])):
+        with pytest.raises(SystemExit):
+            parser.parse([*argv, "--show=-1"])
+        error = capsys.readouterr().err
+        assert "argument --show: got '-1', wanted a whole number, 0 or more" in error
 
 
 # What Slurm sets in the shell of ``srun --pty bash``, which is the only task of its step.

@@ -194,9 +194,17 @@ def test_inspect_takes_the_rules_of_a_reward_model(tmp_path: Path, run: Run) -> 
     done = run(VERB, write(tmp_path / "rated.jsonl", rated), f"--tokenizer={model}")
     assert done.stdout.startswith("scoring contract: ")
     assert "-- labels 3 1: " in done.stdout
-    failed = run(VERB, tmp_path / "rated.jsonl", f"--tokenizer={model}", "--reads=turns", code=1)
-    expected = f"the scoring contract of {model} has reads=last_token and step_separator=None"
-    assert expected in failed.stderr
+    for flags, given in (
+        (["--reads=turns"], "--reads"),
+        (["--seq-length=9", "--template=chatml"], "--template, --seq-length"),
+        (["--overlong=error"], "--overlong"),
+    ):
+        path = tmp_path / "rated.jsonl"
+        failed = run(VERB, path, f"--tokenizer={model}", *flags, code=1)
+        expected = f"{given}: {model} is a reward model, whose scoring contract is used"
+        assert expected in failed.stderr
+        failed = run(VERB, path, *flags, code=1)
+        assert f"{given}: no effect without --tokenizer" in failed.stderr
 
 
 def test_inspect_shows_steps_with_their_labels_and_tokens(

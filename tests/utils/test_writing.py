@@ -69,10 +69,9 @@ def temporary_names(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_full_disk_is_named_by_whatever_writes(tmp_path: Path, temporary_names: str) -> None:
     """The previous content stays."""
-    for name in ("lines.jsonl", "records.jsonl"):
+    for name in ("lines.jsonl", "records.jsonl", "model.nemo"):
         full_disk(tmp_path / f".{name}.{temporary_names}.partial")
-    for name in (".model.nemo", "run/run.lock"):
-        full_disk(tmp_path / f"{name}.partial")
+    full_disk(tmp_path / "run/run.lock.partial")
     (tmp_path / "lines.jsonl").write_text("old\n")
     weights = tmp_path / "weights"
     weights.mkdir()

@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from nemo_aligner.checkpoint.hf.heads import LINEAR
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
+from nemo_aligner.checkpoint.run_folder import MODEL_NAME, RUN_STATE_NAME
 from nemo_aligner.contract.contract import ScoringContract
 
 
@@ -33,8 +34,8 @@ def model_card(
         name: name of the folder.
         contract: scoring contract of the exported model.
         pad_token: text of the pad token.
-        folder: the exported archive, which lists its training files. Checkpoints of its run in the
-            same folder tell how the model was trained.
+        folder: the exported archive, which lists its training files. If it is the one that a run
+            wrote in its folder, the checkpoints there tell how the model was trained.
         base_license: licence of the base model.
         trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
@@ -76,10 +77,16 @@ def model_card(
 
 
 def _read_states(archive: Path) -> list[dict[str, Any]]:
-    """Read the states of the training run's checkpoints that are still in the archive's folder."""
+    """Read the states of the checkpoints of the run that wrote the archive in its own folder.
+
+    An archive of another name is not the run's, although it may have been copied there.
+    """
+    archive = archive.resolve()
+    if archive.name != MODEL_NAME:
+        return []
     return [
         json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
+        for path in sorted(archive.parent.glob(f"step_*/{RUN_STATE_NAME}"))
     ]
 
 

@@ -31,7 +31,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     is_of_head,
     reads_steps,
 )
-from nemo_aligner.checkpoint.hf.scored_token import check_reward_token, find_skipped_pad
+from nemo_aligner.checkpoint.hf.scored_token import (
+    check_reward_token,
+    find_skipped_pad,
+    pad_id_of,
+)
 from nemo_aligner.checkpoint.hf.source import (
     REWARD_SUFFIX,
     find_exported_contract,
@@ -124,6 +128,10 @@ class HfRewardModel:
         may_be_classes = any(name.endswith(REWARD_SUFFIX) for name in classes)
         names = self.attributes if may_be_classes else ()
         check_are_rewards(getattr(config, "problem_type", None), names, remedy)
+
+    @property
+    def _pad_id(self) -> int | None:
+        return pad_id_of(self.model.config.get_text_config().pad_token_id)
 
     @cached_property
     def _readout(self) -> Readout | None:
@@ -243,8 +251,7 @@ class HfRewardModel:
         """Yield the indices of each batch: samples of similar length, so that padding is small."""
         # transformers finds the last token by the pad token. Without a pad token, or if RoPE
         # depends on the longest sequence of a batch, each batch has only one sample.
-        has_no_pad = self.model.config.get_text_config().pad_token_id is None
-        is_single = has_no_pad or bool(length_dependent_rope(self.model))
+        is_single = self._pad_id is None or bool(length_dependent_rope(self.model))
         rows: list[int] = []
         # Begin with the longest samples, so that a batch that does not fit into memory fails at
         # once.
@@ -262,8 +269,8 @@ class HfRewardModel:
         """Compute the logits, float32 ``[N, outputs]``, of one batch."""
         reset_dynamic_rope(self.model)
         longest = max(map(len, token_lists))
-        pad_id = self.model.config.get_text_config().pad_token_id or 0
-        ids = torch.full((len(token_lists), longest), pad_id)
+        # Without a pad token the batch has one sample, so that no padding is needed.
+        ids = torch.full((len(token_lists), longest), self._pad_id or 0)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(token_lists):
             ids[row, : len(tokens)] = torch.tensor(tokens)

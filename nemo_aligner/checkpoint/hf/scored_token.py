@@ -94,7 +94,12 @@ def find_skipped_pad(source: Source, head: FoundHead | None) -> int | None:
     pad = _read_pad_id(source.config)
     if pad is not None and (type(pad) is not int or pad < -1):
         raise CheckpointError(f"pad_token_id: got {shown(pad)}, wanted the id of a token or null")
-    return pad if pad != -1 else None  # some configs write -1 for "none"
+    return pad_id_of(pad)
+
+
+def pad_id_of(pad_token_id: int | None) -> int | None:
+    """Return the id of the pad token by the value in a config; None if there is no pad token."""
+    return None if pad_token_id == -1 else pad_token_id  # some configs write -1 for "none"
 
 
 def _read_by_class() -> tuple[str, ...]:

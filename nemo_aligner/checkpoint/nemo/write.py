@@ -28,7 +28,12 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
-from nemo_aligner.utils.writing import explaining_full_disk, sync_to_disk, write_problem
+from nemo_aligner.utils.writing import (
+    explaining_full_disk,
+    sync_to_disk,
+    temporary_beside,
+    write_problem,
+)
 
 
 @contextmanager
@@ -61,14 +66,16 @@ def write_nemo(
     contract: dict[str, Any] | None = None,
     fingerprints: Mapping[str, str] | None = None,
 ) -> None:
-    """Write an archive that appears complete or not at all; one process calls it.
+    """Write an archive that appears complete or not at all.
+
+    One process calls it. If several programs write ``path``, the last one to finish wins.
 
     The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, which is how NeMo refers to a
     member of the archive. The last member, ``checksums.json``, has the sha256 of all others.
 
     Args:
         config: settings of the model by the keys of ``model_config.yaml``.
-        weights: folder of a distributed checkpoint.
+        weights: folder of a distributed checkpoint, in a temporary folder on the disk of ``path``.
         tokenizer: folder of a tokenizer.
         contract: content of ``scoring_contract.json``; None for a base model.
         fingerprints: content of ``model_fingerprint.json``, see ``build_fingerprints``.
@@ -77,9 +84,9 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    # A killed process may have left this file; it is overwritten.
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    # The file is written in the folder of the weights, because a killed process may leave it, and
+    # the callers remove that folder.
+    with temporary_beside(weights.absolute().parent / path.name) as partial:
         with partial.open("wb") as stream:
             with _ChecksummingTar(fileobj=stream, mode="w", dereference=True) as archive:
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
@@ -100,8 +107,6 @@ def write_nemo(
         # complete new one.
         os.replace(partial, path)
         sync_to_disk(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_lazy_nemo(

@@ -275,11 +275,16 @@ def _judge_pairs(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
             f"The model beats the longer reply by {points:.1f} points, and the 95% interval "
             "excludes chance."
         )
+    elif share.high < 0.5:
+        verdict = (
+            "The model is worse than random guessing, and the 95% interval excludes chance: check "
+            "that the labels are not swapped."
+        )
     elif share.high < longer:
         verdict = f"Always taking the longer reply is better by {-points:.1f} points."
     elif share.low <= 0.5 <= share.high:
         verdict = "On these pairs the model cannot be distinguished from random guessing."
-    else:
+    else:  # the baseline is in the interval
         verdict = (
             f"The model is {abs(points):.1f} points {'above' if points >= 0 else 'below'} the "
             "longer reply, but there are too few pairs to distinguish the two."

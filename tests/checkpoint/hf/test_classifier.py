@@ -64,12 +64,13 @@ def test_a_batch_gives_what_a_text_alone_gives(folder: Path, batch_tokens: int) 
     assert model.attributes == ("reward",)
 
 
-def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad_id", [None, -1])
+def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path, pad_id: int | None) -> None:
     tiny.write_hf_reward_model(tmp_path, labels=2)
     plain = score_all(load(tmp_path), TEXTS)
     path = tmp_path / "config.json"
     changes = {"id2label": {0: "good", 1: "long"}, "label_means": {"good": 1, "long": 2}}
-    config = {**json.loads(path.read_text()), **changes, "pad_token_id": None}
+    config = {**json.loads(path.read_text()), **changes, "pad_token_id": pad_id}
     path.write_text(json.dumps(config))
     model = load(tmp_path)
     assert model.attributes == ("good", "long")

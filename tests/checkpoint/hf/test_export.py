@@ -17,18 +17,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from nemo_aligner.api.reward_model import export_archive
 from nemo_aligner.checkpoint.hf import export as hf_export
+from nemo_aligner.checkpoint.hf.card import _read_states as read_states
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.export import ShardWriter
 from nemo_aligner.checkpoint.hf.exported_tokenizer import write_tokenizer
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
+from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.checkpoint.weights.store import TensorStore
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import ConfigError
 from tests.checkpoint.hf.exporting import (
     MEANS,
     NAMES,
@@ -115,7 +119,19 @@ def write_run(folder: Path, archive: Path) -> Path:
         state = {"step": step, "consumed_samples": step, "metrics": metrics, "config": config}
         (folder / f"step_{step:08d}").mkdir()
         (folder / f"step_{step:08d}" / "run_state.json").write_text(json.dumps(state))
-    return Path(shutil.copy(archive, folder))
+    return Path(shutil.copy(archive, folder / MODEL_NAME))
+
+
+def test_card_tells_of_a_run_only_for_the_archive_that_the_run_wrote(tmp_path: Path) -> None:
+    (tmp_path / "rm.nemo").touch()
+    archive = write_run(tmp_path / "run", tmp_path / "rm.nemo")
+    (tmp_path / "link.nemo").symlink_to(archive)
+    for path, steps in (
+        (archive, [5, 10]),
+        (tmp_path / "link.nemo", [5, 10]),
+        (archive.with_name("rm.nemo"), []),
+    ):
+        assert [state["step"] for state in read_states(path)] == steps, path
 
 
 def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
@@ -446,3 +462,23 @@ def test_export_verb_reports_and_fails_clearly(three: Path, tmp_path: Path) -> N
     wrong = tiny.run_verb(verb, *arguments, "--max-shard-size", "5", check=False)
     assert wrong.returncode == 2
     assert "wanted for example 5GB" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "adapter_of", "kind"),
+    [("rm.gguf", None, r"a \.gguf file"), ("adapter", "base", "a peft adapter")],
+)
+def test_size_of_shards_is_refused_where_there_are_none(
+    tmp_path: Path, output: str, adapter_of: str | None, kind: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"max_shard_bytes: got 9, but the output is {kind}"):
+        export_archive(
+            tmp_path / "rm.nemo",
+            tmp_path / output,
+            dtype=None,
+            merge=False,
+            head=None,
+            adapter_of=adapter_of,
+            max_shard_bytes=9,
+            base_license="unknown",
+        )

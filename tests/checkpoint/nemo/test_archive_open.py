@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -162,10 +163,26 @@ def test_write_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, part
     )
     done = subprocess.run([sys.executable, "-c", script, path, *parts], cwd=tiny.ROOT)
     assert done.returncode == -9
-    assert [file.name for file in path.parent.iterdir()] == [".model.nemo.partial"]
+    assert not list(path.parent.iterdir())
     write_nemo(path, CONFIG, *parts, CONTRACT)
     check(path)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_archive_that_two_programs_write_is_complete(
+    tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sync = tmp_path / "model.nemo", os.fsync
+
+    def interrupt(descriptor: int) -> None:
+        """Let the other program write the archive while this one is about to finish."""
+        monkeypatch.setattr("os.fsync", sync)
+        write_nemo(path, {"vocab_size": 3}, *parts)
+
+    monkeypatch.setattr("os.fsync", interrupt)
+    write_nemo(path, CONFIG, *parts, CONTRACT)
+    check(path)
+    assert set(tmp_path.iterdir()) == {path, *parts}
 
 
 def test_write_that_fails_leaves_what_was_there(

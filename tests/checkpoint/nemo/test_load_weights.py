@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,7 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
     assert done.stdout.count("all ranks know: missing.nemo: there is no checkpoint") == 2 * len(
         LAYOUTS
     )
+    assert "in one collective" not in done.stdout
     # The second rank has no C compiler, so no rank may use the C kernels, which round otherwise.
     assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
     warnings = [line for line in done.stderr.splitlines() if "kernels.c" in line]
@@ -286,6 +288,22 @@ def test_lora_is_loaded_as_it_was_saved(with_lora: Path, layout: Any, tmp_path: 
     assert sum(map(is_of_adapter, actual)) == 4 * 2 * 4  # layers, A and B, linear layers
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert all(expected[name].any() for name in expected if is_of_adapter(name))
+
+
+def test_save_that_fails_leaves_no_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(weights: object, folder: Path, arrived: None) -> None:
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(reward_model, "save_weights", fail)
+    model: Any = SimpleNamespace(sharded_state_dict=lambda prefix: {})
+    tokenizer: Any = SimpleNamespace(save=lambda folder: None)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save_reward_model(tmp_path / "rm.nemo", model, {}, tokenizer, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_lora_is_folded_into_weights_that_are_read_without_a_model(

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_rati
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.report.page import (
     MAX_REPORTS,
+    _judge_pairs,
     escape_invisible,
     render_page,
     write_page,
@@ -394,6 +396,18 @@ def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
         headline = overview()
         assert f"{longer:.1%}always the longer reply, in tokens" in headline
         assert verdict in headline
+
+
+@pytest.mark.parametrize("longer", [0.3, 0.7])
+def test_page_tells_of_a_model_that_is_worse_than_chance(longer: float) -> None:
+    rewards = np.array([[1.0, 0.0]] * 400 + [[0.0, 1.0]] * 600, dtype=np.float32)
+    rows = [Prediction.of_pair("r", "", ("yes", "no"), row) for row in rewards]
+    heldout = SimpleNamespace(
+        predictions=Predictions(rows), longer_baseline=lambda: (longer, "tokens")
+    )
+    figures, verdict = _judge_pairs(heldout)  # type: ignore[arg-type]
+    assert figures[0][0] == "40.0%"
+    assert "worse than random guessing" in verdict
 
 
 ABOUT = {"checkpoint": "m.nemo", "contract": "a hash", "data": "x.jsonl"}
