@@ -70,7 +70,8 @@ def train(
         StoppedError: the time limit ``trainer.max_time`` was reached; the run is saved.
         KeyboardInterrupt: the user pressed Ctrl-C; the current step is finished and saved. A second
             Ctrl-C, more than a second later, ends the run at once without saving.
-        SystemExit: SIGTERM or SIGUSR1 arrived; the run is saved. The exit code is the command's.
+        SystemExit: SIGTERM, SIGHUP or SIGUSR1 arrived; the run is saved. The exit code is the
+            command's.
     """
     run_settings = _add_arguments(settings, {_BASE: base, _OUTPUT: output})
     folder = Path(load_settings(TrainConfig, run_settings, config).exp_manager.explicit_log_dir)

@@ -55,6 +55,8 @@ class TokenizedDataset:
             beginning; 0 for a single sample.
         principles: the principle of each record, "" if it has none; empty if there are none, or too
             many for metrics by principle.
+        line_positions: the value of ``find_line_positions`` if it does not follow from
+            ``origins``, because records were drawn; else None.
         known_digest: the value of ``digest`` if it follows from the digests of the indexes; None
             if records were selected, so that ``digest`` has to be computed from the tokens.
     """
@@ -69,6 +71,7 @@ class TokenizedDataset:
     reports: Sequence[FileReport]
     prefixes: Tensor
     principles: Sequence[str] = ()
+    line_positions: np.ndarray | None = None
     known_digest: str | None = None
 
     def __len__(self) -> int:
@@ -131,6 +134,23 @@ class TokenizedDataset:
         counts = self.records.label_bounds.diff().tolist()
         return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
+    def find_line_positions(self) -> np.ndarray:
+        """Number each record among the records of its line in the file.
+
+        Returns:
+            ``[N, 2]`` int32: for each record its number, from 0, and how many records its line has.
+            If records were drawn, the others count, too.
+        """
+        if self.line_positions is not None:
+            return self.line_positions
+        counts: Counter[Origin] = Counter()
+        numbers = []
+        for origin in self.origins:
+            numbers.append(counts[origin])
+            counts[origin] += 1
+        sizes = [counts[origin] for origin in self.origins]
+        return np.array([numbers, sizes], dtype=np.int32).T
+
     @property
     def digest(self) -> str:
         """sha256 (hex) that identifies the data, from which a resumed run detects a change.
@@ -179,7 +199,8 @@ class TokenizedDataset:
         """
         if count >= len(self):
             return self
-        return self.select(sorted(random.Random(seed).sample(range(len(self)), count)))
+        numbered = replace(self, line_positions=self.find_line_positions())
+        return numbered.select(sorted(random.Random(seed).sample(range(len(self)), count)))
 
     def select(self, indices: Sequence[int]) -> TokenizedDataset:
         """Select the records at ``indices``, and number them from 0.
@@ -187,6 +208,7 @@ class TokenizedDataset:
         The reports still describe all records of the files.
         """
         samples, chosen = self.records.sample_rows(indices), self.records.select(indices)
+        positions = self.line_positions
         return replace(
             self,
             sequences=TokenSequences.of([self.sequences[sample] for sample in samples.tolist()]),
@@ -194,6 +216,7 @@ class TokenizedDataset:
             places=self.places[self.records.rows(indices)],
             known_digest=None,
             origins=[self.origins[index] for index in indices],
+            line_positions=None if positions is None else positions[list(indices)],
             sources=[self.sources[index] for index in indices],
             principles=[self.principles[index] for index in indices] if self.principles else (),
             prefixes=self.prefixes[torch.as_tensor(indices, dtype=torch.int64)],

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -385,10 +386,9 @@ def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
 def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".nemo_aligner_{os.getpid()}"
-        # Try to make a folder, because os.access can be wrong on NFS, where the server decides.
-        probe.mkdir()
-        probe.rmdir()
+        # Try to make a folder, because os.access can be wrong on NFS, where the server decides. Its
+        # name is random, because containers and hosts that share the disk have equal process ids.
+        Path(tempfile.mkdtemp(prefix=".nemo_aligner_", dir=folder)).rmdir()
     except OSError as error:
         if place.folder is not None:
             raise ConfigError(

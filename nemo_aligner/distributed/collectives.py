@@ -91,7 +91,8 @@ def max_over_model_ranks(count: int) -> int:
 def on_main(function: Callable[[], T]) -> T:
     """Run ``function`` on rank 0 only; return its result, or raise its error, on every rank.
 
-    All ranks must call this function, and wait for rank 0.
+    All ranks must call this function, and wait for rank 0 in one collective, which has a time
+    limit. Use ``run_on_some`` for work that may take many minutes.
     """
     if not dist.is_initialized():
         return function()
@@ -123,7 +124,7 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
 
     Waiting ranks poll with short collectives, because a single collective would time out if the
     function takes long. The function runs in a thread, and must not call collectives. If it raises
-    on one rank, all ranks raise the error, even a SystemExit.
+    on one rank, all ranks raise the error, even a SystemExit. A single process calls it directly.
 
     Args:
         function: what this rank runs; None runs nothing.
@@ -131,7 +132,7 @@ def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
     Returns:
         The results of all ranks, in rank order; None for ranks that ran nothing.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [None if function is None else function()]
     box: list[_Outcome[T]] = []
     if function is None:

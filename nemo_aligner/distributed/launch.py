@@ -33,6 +33,7 @@ from nemo_aligner.utils.processes import (
     Process,
     describe_error,
     find_process,
+    handled_signals,
     is_slurm_task,
     settle,
     usable_cores,
@@ -398,7 +399,9 @@ def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
         signals.append(number)
         _send_signal(ranks, number if len(signals) == 1 else signal.SIGKILL)
 
-    previous = {number: signal.signal(number, on_signal) for number in _FORWARDED_SIGNALS}
+    # Ranks inherit that a signal is ignored, but not a handler.
+    numbers = handled_signals(_FORWARDED_SIGNALS)
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield signals
     finally:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -42,7 +43,8 @@ from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import TemplateParts, check_num_rows
 from nemo_aligner.training.critic import CriticRun, ValueStep
-from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import CheckpointError, ServingError
 
 # Names of the operations that run on all ranks.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
@@ -134,6 +136,9 @@ class CriticService:
     async def _read_counts(self) -> Mapping[str, float]:
         return {**self._intake.meter.statistics(), "waiting_rows": self._batcher.waiting_rows}
 
+    async def probe(self) -> Mapping[str, str | None]:
+        return {"local": self._ranks.running.find_delay() or self._intake.problem}
+
     async def statistics(self) -> Mapping[str, Mapping[str, float]]:
         return {"critic": await self._read_counts()}
 
@@ -145,7 +150,7 @@ class CriticService:
                 # Retry-After header.
                 raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
             request = await decode_request(inputs, self._config.server)
-            check_num_rows(request, self._config.server)
+            check_num_rows(request.num_rows, self._config.server)
             with self._limit.admit(request.num_rows):
                 joined, truncated = await self._compute_values(request)
         return wire.encode_values(inputs, joined, truncated, self._has_rewards)
@@ -176,7 +181,7 @@ class CriticService:
         # event loop.
         async with self._arrivals:
             rollout = await asyncio.to_thread(self._decode_rollout, inputs)
-            begin = partial(self._begin_training, rollout)
+            begin = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
             answer = self._lock.submit(begin, exclusive=True)
         steps = await answer_of(answer)
         # Weighted by values, because updates differ in their number of values.
@@ -184,20 +189,9 @@ class CriticService:
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
 
-    # Callbacks record the results of training and saving before other work begins. The coroutine
-    # that answers the request cannot do it, because it is cancelled if the client disconnects.
-
-    def _begin_training(self, rollout: Rollout) -> Future[list[ValueStep]]:
-        training: Future[list[ValueStep]] = self._ranks.submit(TRAIN, *vars(rollout).values())
-        training.add_done_callback(self._log_training)
-        return training
-
-    def _log_training(self, training: Future[list[ValueStep]]) -> None:
-        if training.exception() is None:
-            for step in training.result():
-                print(_describe_step(step), flush=True)
-
     def _begin_saving(self) -> Future[str]:
+        # A callback notes the result before other work begins. The coroutine that answers the
+        # request cannot do it, because it is cancelled if the client disconnects.
         saving: Future[str] = self._ranks.submit(SAVE)
         saving.add_done_callback(self._note_saving)
         return saving
@@ -318,6 +312,10 @@ class CriticBackend:
 
         Every rank calls this before the reward model scores.
         """
+        if self._swaps and self._offloading.is_on_device(_CRITIC):
+            # The host gets one copy of the critic after training, so it must have the updated
+            # weights of all ranks.
+            self._run.learner.optimizer.finish_update()
         self._offloading.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
@@ -360,12 +358,23 @@ class CriticBackend:
     def _train(self, *arrays: np.ndarray) -> list[ValueStep]:
         self._make_room_for_training()
         self._offloading.note_change(_CRITIC, _OPTIMIZER)
-        steps = self._run.learner.train(Rollout(*arrays))
-        for step in steps:
-            numbers = {name: value for name, value in asdict(step).items() if value is not None}
-            named = {f"train/{name}": float(value) for name, value in numbers.items()}
+        return self._run.learner.train(Rollout(*arrays), self._note_step)
+
+    def _note_step(self, step: ValueStep) -> None:
+        """Log and print a finished step.
+
+        It raises no error if a disk is full: the weights have changed already, and a client that
+        gets an error may train on the same rollout again.
+        """
+        lines = [_describe_step(step)]
+        numbers = {name: value for name, value in asdict(step).items() if value is not None}
+        named = {f"train/{name}": float(value) for name, value in numbers.items()}
+        try:
             self._run.loggers.log(named, step.step)
-        return steps
+        except (CheckpointError, OSError) as error:
+            lines.append(f"{error}; training continues")
+        with suppress(OSError):  # the output may go to the same disk
+            say("\n".join(lines))
 
     def _save(self) -> str:
         self._make_room_for_training()

@@ -190,7 +190,8 @@ class _Leader:
             counts = [await service.statistics() for service in services]
             return {name: count for by_name in counts for name, count in by_name.items()}
 
-        front = Front(models, endpoints, self._config, token, statistics)
+        probes = [service.probe for service in services]
+        front = Front(models, endpoints, self._config, token, statistics, probes)
         server = FrontServer(front, self._config)
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config)
         server.start(self._listener)

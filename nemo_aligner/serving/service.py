@@ -33,6 +33,9 @@ class Service(Protocol):
         None for a server that does not answer.
         """
 
+    async def probe(self) -> Mapping[str, str | None]:
+        """Map the name of each model server to why it gives no answers now, or to None."""
+
     def report(self) -> str | None:
         """Describe the load since the last report in one line; None if there was none."""
 

@@ -11,7 +11,8 @@ A training run uses the files in this order:
 - ``resume.py`` checks that the newest checkpoint belongs to the run, and loads it.
   ``run_facts.py`` writes the facts about the run that ``nemo-aligner report`` shows.
 - ``trainer.py`` is the loop: step, validation, save. ``early_stopping.py`` ends a run that no
-  longer improves, and ``signals.py`` stops one early (Ctrl-C, SIGTERM, SIGUSR1, time limit).
+  longer improves, and ``signals.py`` stops one early (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, or the
+  time limit).
 - ``learner.py`` computes one training step or one validation on all ranks. ``nonfinite.py`` finds
   the records that caused a NaN, and ``heldout.py`` writes the rewards of the last validation.
 - ``optimizer.py`` clips gradients, scales the loss and sets the learning rate. ``adamw.py`` updates

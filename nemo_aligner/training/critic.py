@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,15 +144,23 @@ class CriticLearner:
         merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
-    def train(self, rollout: Rollout) -> list[ValueStep]:
+    def train(
+        self, rollout: Rollout, note_step: Callable[[ValueStep], object] = lambda step: None
+    ) -> list[ValueStep]:
         """Split ``rollout`` into batches of ``global_batch_size`` sequences, and train on each.
+
+        Args:
+            note_step: called after each step, so that an error in a later step does not lose it.
 
         Raises:
             TrainingError: the loss or the gradient of a step is not finite. That step did not
                 change the weights; the steps before it did.
         """
-        batches = rollout.in_batches(self._global_batch_size)
-        return [self._train_step(batch) for batch in batches]
+        steps = []
+        for batch in rollout.in_batches(self._global_batch_size):
+            steps.append(self._train_step(batch))
+            note_step(steps[-1])
+        return steps
 
     def _train_step(self, batch: Rollout) -> ValueStep:
         """Train one step on the global batch ``batch``, and return its outcome."""

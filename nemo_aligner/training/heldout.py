@@ -68,7 +68,7 @@ class HeldoutRewards:
         """Write the file of a validation set, with the arguments of ``keep``."""
         chosen = _draw_sample(len(dataset), self._most_records)
         if dataset.name not in self._texts:
-            self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
+            self._texts[dataset.name] = self._read_texts(dataset, chosen)
         texts = self._texts[dataset.name]
         if texts:
             aggregation = self._contract.aggregation
@@ -136,13 +136,9 @@ class HeldoutRewards:
         ]
 
     def _read_texts(
-        self, origins: Sequence[Origin], chosen: Sequence[int]
+        self, dataset: TokenizedDataset, chosen: Sequence[int]
     ) -> list[tuple[Text, ...]]:
         """Read the texts of the ``chosen`` records from the data files, for the report.
-
-        Args:
-            origins: file and line of every record of the validation set.
-            chosen: indices of the records whose texts to read.
 
         Returns:
             The texts of each chosen record. If the texts cannot be read, e.g. because a file has
@@ -151,11 +147,14 @@ class HeldoutRewards:
         """
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
-            for path in dict.fromkeys(origins[index].path for index in chosen):
+            for path in dict.fromkeys(dataset.origins[index].path for index in chosen):
                 for record in parse_file(path, self._reader).records:
                     texts_by_origin.setdefault(record.origin, []).append(record.texts)
-            numbers = _numbers_in_line(origins, chosen, texts_by_origin)
-            return [texts_by_origin[origins[index]][numbers[index]] for index in chosen]
+            positions = dataset.find_line_positions()[chosen].tolist()
+            return [
+                _pick_text(dataset.origins[index], texts_by_origin, *position)
+                for index, position in zip(chosen, positions, strict=True)
+            ]
         except (AlignerError, OSError, KeyError) as error:
             say(
                 "the report will have no held-out rewards, because the texts of the validation "
@@ -164,34 +163,25 @@ class HeldoutRewards:
             return []
 
 
-def _numbers_in_line(
-    origins: Sequence[Origin],
-    chosen: Sequence[int],
+def _pick_text(
+    origin: Origin,
     texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
-) -> dict[int, int]:
-    """Number the records that come from the same line of a file, from 0.
-
-    A line may have several records. The number selects the text of the right one.
-
-    Returns:
-        The number of each ``chosen`` record among the records of its line.
+    number: int,
+    count: int,
+) -> tuple[Text, ...]:
+    """Return the texts of record ``number``, from 0, of the ``count`` records of a line.
 
     Raises:
-        DataError: tokenization dropped one of several records of a line, and it is unknown which
+        DataError: tokenization dropped one of several records of the line, and it is unknown which
             one.
     """
-    lines = {origins[index] for index in chosen}
-    indices: dict[Origin, list[int]] = {}
-    for index, origin in enumerate(origins):
-        if origin in lines:
-            indices.setdefault(origin, []).append(index)
-    for origin, texts in texts_by_origin.items():
-        if origin in lines and len(texts) != len(indices[origin]):
-            raise DataError(
-                f"{origin}: {len(texts)} records come from this line, but the run uses only "
-                f"{len(indices[origin])} of them, and it is unknown which"
-            )
-    return {index: number for line in indices.values() for number, index in enumerate(line)}
+    texts = texts_by_origin[origin]
+    if len(texts) != count:
+        raise DataError(
+            f"{origin}: {len(texts)} records come from this line, but the run uses only {count} of "
+            "them, and it is unknown which"
+        )
+    return texts[number]
 
 
 def _draw_sample(count: int, size: int) -> list[int]:

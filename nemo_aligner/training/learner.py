@@ -22,7 +22,7 @@ from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader, validation_batches
-from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.collectives import broadcast_object, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
@@ -230,6 +230,8 @@ class RewardLearner:
     ) -> dict[str, float]:
         """Compute the metrics of each set in ``sets`` on all its records, named ``set/metric``.
 
+        Every rank returns the same values, to the last bit.
+
         Raises:
             TrainingError: a reward is not finite.
         """
@@ -244,7 +246,9 @@ class RewardLearner:
             metrics = self._measure_on(dataset, show_share)
             all_metrics |= {f"{dataset.name}/{name}": value for name, value in metrics.items()}
             done += len(dataset)
-        return all_metrics
+        # Processors of different kinds may round differently, but all ranks must take the same
+        # decisions from the metrics, such as to stop early.
+        return broadcast_object(all_metrics)
 
     def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]

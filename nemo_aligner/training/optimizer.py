@@ -453,14 +453,16 @@ def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
 
 
 class _Scheduler(OptimizerParamScheduler):
-    """Megatron's learning rate schedule, multiplied by each group's ``lr_mult``.
+    """Megatron's learning rate schedule, scaled for each group from warm-up to decay.
 
-    The multiplier also applies during warm-up and decay.
+    A group's learning rates are in proportion to its ``max_lr`` and its ``lr_mult``.
     """
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the next step's learning rate of a group, with its ``lr_mult`` applied."""
-        return super().get_lr(param_group) * param_group["lr_mult"]
+        """Return the next step's learning rate of a group."""
+        # Megatron's own get_lr would begin the warm-up of every group at the same learning rate.
+        scale = param_group.get("max_lr", self.max_lr) / self.max_lr
+        return super().get_lr({}) * scale * param_group["lr_mult"]
 
 
 def _build_scheduler(

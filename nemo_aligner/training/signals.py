@@ -1,4 +1,4 @@
-"""Stop a run early: after Ctrl-C (SIGINT), SIGTERM or SIGUSR1, or when its time limit is reached.
+"""Stop a run early: after Ctrl-C (SIGINT), SIGTERM, SIGHUP or SIGUSR1, or at its time limit.
 
 The first signal ends the run in an orderly way. During training, the current step is finished and
 saved. Before the first step there is nothing to save. After the last step, the model is still
@@ -13,6 +13,8 @@ A program that trains through ``nemo_aligner.train``, such as a notebook, contin
 There Ctrl-C raises KeyboardInterrupt instead of ending the process. Python handles signals only in
 the main thread, so a run in another thread leaves all signals to the program.
 
+SIGHUP usually means that the terminal was closed. A run that nohup has started ignores it.
+
 SIGUSR1 means that the sender will start the same command again. The exit code then says whether
 the run must be continued. Slurm jobs request this signal before their time is up.
 """
@@ -24,7 +26,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -32,12 +34,17 @@ from types import FrameType
 
 from nemo_aligner.config.training import parse_max_time
 from nemo_aligner.utils.console import fit
-from nemo_aligner.utils.processes import is_first_rank
+from nemo_aligner.utils.processes import handled_signals, is_first_rank
 
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 # Seconds after the first signal from which another one counts as a second one.
 _SECOND_AFTER = 1.0
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+_NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGUSR1: "SIGUSR1",
+}
 # Exit code of a run that SIGUSR1 stopped. A shell reports the same code for a process that SIGUSR1
 # killed.
 RESUME_EXIT_CODE = 128 + signal.SIGUSR1
@@ -83,7 +90,7 @@ class SignalHandler:
 
     As a context manager it replaces the process's signal handlers. The training loop reads
     ``reason`` after each step. Before the first step, a signal raises SystemExit at once, with the
-    exit code that shells report for the signal (130, 143 or 138).
+    exit code that shells report for the signal (130, 143, 129 or 138).
 
     With ``in_program``, Ctrl-C before the first step raises KeyboardInterrupt instead. So does a
     second Ctrl-C in any phase.
@@ -141,7 +148,9 @@ class SignalHandler:
         self._writer.setblocking(False)
         descriptor = self._writer.fileno()
         self._previous_descriptor = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._on_signal) for number in _NAMES}
+        numbers = handled_signals(_NAMES)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
+        self._terminals = [output for output in (_STDOUT, _STDERR) if os.isatty(output)]
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         return self
@@ -188,6 +197,8 @@ class SignalHandler:
             number = received[0]
             if number not in _NAMES:
                 continue
+            if number == signal.SIGHUP:
+                _discard_if_closed(self._terminals)
             if self._announced is None:
                 self._announced = number, self._clock()
                 self._announce(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
@@ -209,3 +220,15 @@ class SignalHandler:
         if self._is_main:
             start = "\n" if os.isatty(_STDERR) else ""  # new line: a progress bar or ^C may be here
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())
+
+
+def _discard_if_closed(terminals: Iterable[int]) -> None:
+    """Discard output to those of the file descriptors ``terminals`` whose terminal was closed.
+
+    A message to a closed terminal would raise an error, which would end the run before it saves.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for terminal in terminals:
+        if not os.isatty(terminal):
+            os.dup2(null, terminal)
+    os.close(null)

@@ -10,11 +10,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,16 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # only on Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def handled_signals(numbers: Iterable[int]) -> list[int]:
+    """Return the signals to install handlers for: ``numbers``, but no SIGHUP that is ignored.
+
+    nohup starts a process that ignores SIGHUP, which it must keep ignoring. An ignored Ctrl-C is
+    still handled: shell scripts ignore it for their background commands, and a run must save then.
+    """
+    is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in numbers if number != signal.SIGHUP or not is_hangup_ignored]
 
 
 def is_launched() -> bool:

@@ -386,14 +386,17 @@ def test_index_beside_a_file_where_nothing_can_be_written(
     path = pairs(data / "a.jsonl")
     in_memory = build(contracts, [path], keep_index=False)
     assert list(data.iterdir()) == [path]
-    own = Path.mkdir
+    # A process of the same id, in another container, tries the same folder.
+    (tmp_path / "index" / f".nemo_aligner_{os.getpid()}").mkdir(parents=True)
+    assert_same(build(contracts, [path], index_dir=str(tmp_path / "index")), in_memory)
+    own = os.mkdir
 
-    def mkdir(folder: Path, *rest: Any, **how: Any) -> None:
-        if data in folder.parents:
+    def mkdir(folder: Any, *rest: Any, **how: Any) -> None:
+        if data in Path(folder).parents:
             raise OSError(30, "Read-only file system")
         own(folder, *rest, **how)
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(os, "mkdir", mkdir)
     assert_same(build(contracts, [path]), in_memory)
     shown = capsys.readouterr().out
     assert f"{data}: cannot keep a token cache next to the data (Read-only" in shown

@@ -93,6 +93,21 @@ def test_rank_that_fails_after_a_signal_is_not_waited_for_without_end(
         assert waiting.send_signal.called == (not signals)
 
 
+def test_ranks_inherit_that_nohup_ignores_the_end_of_the_terminal() -> None:
+    """A signal with a handler has its default effect in a program that is executed."""
+    previous = {number: signal.getsignal(number) for number in launching._FORWARDED_SIGNALS}
+    try:
+        for hangup in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, hangup)
+            with launching._forwarding_signals([]):
+                handlers = {number: signal.getsignal(number) for number in previous}
+            assert (handlers.pop(signal.SIGHUP) is signal.SIG_IGN) == (hangup is signal.SIG_IGN)
+            assert all(map(callable, handlers.values()))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def select(monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, torchrun: bool) -> str:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -16,6 +16,7 @@ import pytest
 
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeCriticConfig
+from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.serving import critic
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticBackend, CriticService
 from nemo_aligner.serving.engine.executor import RanksLostError
@@ -23,12 +24,15 @@ from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
 from nemo_aligner.serving.engine.running_calls import LongOperation
 from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.intake import Intake
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_same_encoding, run_critic_server
 from nemo_aligner.training.critic import ValueStep
-from nemo_aligner.utils.errors import ConfigError, ServingError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
 from tests.serving.answers import Failure, answered
 from tests.serving.fake_server import CONTRACT
+from tests.serving.gateway_calls import call
 
 WAIT_S = 30
 ROLLOUT = {
@@ -223,7 +227,7 @@ def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() ->
     asked.service.stop()
 
 
-def test_training_and_saving_are_noted_though_their_senders_have_left(
+def test_training_goes_on_and_saving_is_noted_though_their_senders_have_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = Asked()
@@ -246,12 +250,34 @@ def test_training_and_saving_are_noted_though_their_senders_have_left(
     asked.ranks.finish(1, "critic.nemo")
     stopping.join(WAIT_S)
     assert not stopping.is_alive()
+    said = capsys.readouterr().out
+    assert said == "saved critic.nemo and the state to resume from\n"
+
+
+def test_training_whose_steps_cannot_be_logged_has_trained_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client would otherwise train on the same rollout again."""
+
+    def train(rollout: Rollout, note_step: Callable[[ValueStep], object]) -> list[ValueStep]:
+        for step in STEPS:
+            note_step(step)
+        return STEPS
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        assert metrics["train/loss"] == STEPS[step - 1].loss
+        raise CheckpointError(f"metrics.jsonl: the metrics of step {step} cannot be written")
+
+    run: Any = SimpleNamespace(
+        learner=SimpleNamespace(train=train), loggers=SimpleNamespace(log=log)
+    )
+    monkeypatch.setattr(critic, "_offload_groups", lambda *models: {})
+    assert CriticBackend(run, ServeCriticConfig())._train(*ROLLOUT.values()) == STEPS
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "step 1",
-        "step 2",
-        "saved critic.nemo and the state to resume from",
-    ]
+    assert lines[0].startswith("step 1: loss 0.5, grad norm 1, ")
+    assert lines[2].startswith("step 2: loss 1, grad norm skipped, fp16 overflowed, ")
+    cause = "metrics.jsonl: the metrics of step {} cannot be written; training continues"
+    assert lines[1::2] == [cause.format(1), cause.format(2)]
 
 
 def test_critic_refuses_values_of_too_many_bytes_and_no_tokens_that_its_bytes_hold() -> None:
@@ -337,6 +363,21 @@ def test_critic_may_train_and_save_for_any_time_and_says_what_is_lost_if_values_
     asked.ranks.finish(0)
     stopping.join(WAIT_S)
     assert not stopping.is_alive()
+
+
+def test_critic_is_not_ready_while_its_values_or_its_encoding_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, server = Asked(), ServeCriticConfig().server
+    service, delays = asked.service, ["the model may hang", None, None]
+    asked.ranks.running = SimpleNamespace(find_delay=lambda: delays.pop(0))
+    front = Front([], service.endpoints, server, None, service.statistics, [service.probe])
+    state = {"status": "no backend answers", "backends": {"local": "the model may hang"}}
+    assert call(front, "/ready").json == state
+    assert call(front, "/v2/health/ready").status == 200
+    monkeypatch.setattr(Intake, "problem", "16 earlier calls still hang")
+    answer = call(front, "/ready")
+    assert (answer.status, answer.json["backends"]) == (503, {"local": Intake.problem})
 
 
 def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,16 +75,49 @@ def open_run(archive: str, folder: Path, layout: Any, *more: str) -> Any:
     return open_critic(load_config(ServeCriticConfig, [*SETTINGS, *folders, *more]), layout)
 
 
+class SwappedOut:
+    """A run whose critic gives way to a reward model, here one weight, right after training."""
+
+    def __init__(self, run: Any) -> None:
+        from torch import nn
+
+        from nemo_aligner.config.load import load_config
+        from nemo_aligner.config.serving import ServeCriticConfig
+        from nemo_aligner.serving.critic import CriticBackend
+
+        config = load_config(ServeCriticConfig, ["trainer.ppo.offload_idle_model=true"])
+        scorer: Any = SimpleNamespace(model=nn.Linear(1, 1))
+        self._backend = CriticBackend(run, config, scorer)
+
+    def train(self, rollout: Rollout) -> list[Any]:
+        from nemo_aligner.serving.engine.rows import Row
+
+        steps = self._backend._train(*vars(rollout).values())
+        for _ in range(2):  # also the second return has to bring the updated weights
+            self._backend.make_room_for_rewards()
+            self._backend._compute_only_values([Row.of(probe) for probe in PROBES])
+        return steps
+
+    def save(self) -> str:
+        return self._backend._save()
+
+
 def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, Any]:
     run, steps = open_run(archive, folder, layout), []
     probes = [np.array(probe) for probe in PROBES]
     previous = run.learner.values(probes)
-    for number, rollout in enumerate(rollouts()):
-        steps += run.learner.train(rollout)
-        if restarts and number == 0:
-            run.save()
-            run = open_run(archive, folder, layout)
-    path = run.save()
+    if restarts:
+        for number, rollout in enumerate(rollouts()):
+            steps += run.learner.train(rollout)
+            if number == 0:
+                run.save()
+                run = open_run(archive, folder, layout)
+        path = run.save()
+    else:
+        swapped = SwappedOut(run)
+        for rollout in rollouts():
+            steps += swapped.train(rollout)
+        path = swapped.save()
     # One sequence, which only one data parallel rank has, after a step that ended by an error.
     bad = replace(rollouts()[1], returns=np.full((ROWS, WIDTH - 1), 3e38, dtype=np.float32))
     values = run.learner.values(probes)

@@ -181,6 +181,13 @@ def test_critic_step_that_is_not_finite_leaves_the_weights_and_the_next_one_lear
         run.learner.train(bad)
     assert all(map(torch.equal, previous, run.learner.model.parameters()))
     assert run.learner.step == step
+    # The steps before it are told.
+    noted: list[Any] = []
+    late_returns = np.concatenate([good.returns[:BATCH], bad.returns[BATCH:]])
+    with pytest.raises(TrainingError, match=f"^step {step + 2}: "):
+        run.learner.train(replace(good, returns=late_returns), noted.append)
+    step += 1
+    assert [value_step.step for value_step in noted] == [step] == [run.learner.step]
     steps = run.learner.train(good)
     assert [value_step.step for value_step in steps] == [step + 1, step + 2]
     assert not any(map(torch.equal, previous, run.learner.model.parameters()))

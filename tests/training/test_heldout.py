@@ -115,6 +115,14 @@ def test_heldout_records_of_one_line_have_their_own_texts(
     assert [(text, row["rewards"]["right"], row["labels"]["right"]) for text, row in steps] == [
         ("bad", 0, 0), ("good", 1, 1), ("worse", 2, 0), ("good", 3, 1)
     ]  # fmt: skip
+    # Also where only some records of a line are drawn.
+    drawn = data.with_validation_limited(2, seed=1).validation[0]
+    heldout.keep(replace(drawn, name="drawn"), torch.tensor([[8.0], [9.0]]))
+    of_drawn = [
+        (row["record"], row["texts"]["response"][-1]["content"][0]["text"])
+        for row in files.rows_of(tmp_path / "heldout" / "drawn.jsonl")
+    ]
+    assert of_drawn == [(f"{source}:1", "good"), (f"{source}:2", "worse")]
     # Where one of them was dropped, nobody knows which texts the others have.
     fewer = replace(data.validation[0], name="fewer", origins=data.validation[0].origins[1:])
     heldout.keep(fewer, torch.zeros(3, 1))

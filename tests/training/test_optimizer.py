@@ -315,6 +315,7 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
     model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=Precision.fp32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
+    model.decoder.final_layernorm.weight.is_of_objective = True
     wrapped = wrap_for_training(model)
     config = OptimConfig(
         lr=0.01, weight_decay=0.0, head_lr_mult=10.0, layer_lr_decay=0.1,
@@ -324,6 +325,7 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
     previous = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     step(wrapped, optimizer)
     multiples = {"embedding.": 0.01, "decoder.layers.0.": 0.1, "rm_head.": 10.0}
+    multiples["decoder.final_layernorm."] = 100.0  # also in the warm-up
     for name, parameter in model.named_parameters():
         multiple = next((multiples[key] for key in multiples if name.startswith(key)), 1.0)
         moved = (parameter - previous[name]).abs()
@@ -335,7 +337,7 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
     checkpoints.save(RunState(1, 1), model, optimizer)
     checkpoints.load(checkpoints.list_saved()[-1], model, optimizer)
     rates = {group["lr"] for group in optimizer.param_groups}
-    assert sorted(rates) == pytest.approx([0.0001, 0.001, 0.01, 0.1])
+    assert sorted(rates) == pytest.approx([0.0001, 0.001, 0.01, 0.1, 1.0])
 
 
 def test_embeddings_of_gemma_4s_layers_have_the_rate_of_the_other_embeddings(

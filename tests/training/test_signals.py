@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -41,7 +41,14 @@ def test_time_limit_stops_a_run() -> None:
     assert SignalHandler(None).reason is None
 
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 138}
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
 
 
 def test_signal_stops_a_run_that_trains(announced: list[str]) -> None:
@@ -77,6 +84,32 @@ def test_signal_before_the_first_step_ends_a_run_at_once(announced: list[str]) -
         assert caught.value.code == code
         assert cleaned == ["the folder"]
         assert [line.partition(": ")[2] for line in announced] == [Phase.starting.value]
+
+
+def test_run_under_nohup_ignores_that_its_terminal_is_closed() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with SignalHandler() as stop, stop.while_training():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop.reason is None
+
+
+def test_run_whose_terminal_is_closed_may_still_print(announced: list[str]) -> None:
+    terminal, output = os.openpty()
+    previous = os.dup(1)
+    os.dup2(output, 1)
+    try:
+        with SignalHandler() as stop, stop.while_training():
+            os.close(terminal)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(1, b"step 1")
+            os.kill(os.getpid(), signal.SIGHUP)
+            wait_for(lambda: announced)
+            assert os.write(1, b"saved") == len(b"saved")
+    finally:
+        os.dup2(previous, 1)
+        os.close(previous)
+        os.close(output)
 
 
 def test_signal_is_told_and_not_what_other_ranks_say_of_it(announced: list[str]) -> None:

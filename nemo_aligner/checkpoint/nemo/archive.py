@@ -39,7 +39,7 @@ from nemo_aligner.distributed.collectives import (
     gather_objects,
     once_per_node,
     raise_everywhere,
-    run_on_all,
+    run_on_some,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
@@ -194,14 +194,14 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     preparing_rank = find_preparing_rank(places, dist.get_rank())
     local: list[_Prepared] = []
 
-    def prepare_here() -> Path | None:
-        if preparing_rank != dist.get_rank():
-            return None
+    def prepare_here() -> Path:
         local.append(prepare())
         return local[0][0]
 
+    is_preparing = preparing_rank == dist.get_rank()
     try:
-        root = run_on_all(prepare_here)[preparing_rank]
+        # A large archive may need longer than the time limit of a single collective.
+        root = run_on_some(prepare_here if is_preparing else None)[preparing_rank]
     except BaseException:
         for unpacked, _ in local:
             _remove_unpacked(unpacked, path)

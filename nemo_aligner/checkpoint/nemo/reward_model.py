@@ -57,7 +57,13 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, check_expected
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.cpu.kernels import decide_together
-from nemo_aligner.distributed.collectives import barrier, current_device, gather_objects, on_main
+from nemo_aligner.distributed.collectives import (
+    barrier,
+    current_device,
+    gather_objects,
+    on_main,
+    run_on_some,
+)
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
@@ -71,6 +77,7 @@ from nemo_aligner.models.shapes.head import (
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shared_body import Bodies, BodyKey, SharedBody, share_body
 from nemo_aligner.utils.errors import CheckpointError, DataError
+from nemo_aligner.utils.processes import is_main
 from nemo_aligner.utils.writing import explaining_full_disk
 
 _OR_NEW_HEAD = ". To train a new head instead, set pretrained_checkpoint.new_head=true"
@@ -391,26 +398,30 @@ def save_reward_model(
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
-    with explaining_full_disk(path):
-        on_main(lambda: _make_staging(staging, tokenizer))
-    # By default Megatron stacks all layers under one key, as archives do.
-    weights = model.sharded_state_dict(prefix=PREFIX)
-    weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
-    fill_outlines(weights, staging)
-    if contract is None:
-        head_prefix = PREFIX + HEAD_PREFIX
-        weights = {key: weights[key] for key in weights if not key.startswith(head_prefix)}
-    arrived = copy_tensors(weights, []) if copied else None
-    sums = save_weights(weights, staging / "weights", arrived)
+    try:
+        with explaining_full_disk(path):
+            on_main(lambda: _make_staging(staging, tokenizer))
+        # By default Megatron stacks all layers under one key, as archives do.
+        weights = model.sharded_state_dict(prefix=PREFIX)
+        weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
+        fill_outlines(weights, staging)
+        if contract is None:
+            head_prefix = PREFIX + HEAD_PREFIX
+            weights = {key: weights[key] for key in weights if not key.startswith(head_prefix)}
+        arrived = copy_tensors(weights, []) if copied else None
+        sums = save_weights(weights, staging / "weights", arrived)
 
-    def write() -> None:
-        rules = None if contract is None else contract.to_dict()
-        parts = staging / "weights", staging / "tokenizer"
-        write_nemo(path, dict(config), *parts, rules, build_fingerprints(sums, config))
-        shutil.rmtree(staging)
+        def write() -> None:
+            rules = None if contract is None else contract.to_dict()
+            parts = staging / "weights", staging / "tokenizer"
+            write_nemo(path, dict(config), *parts, rules, build_fingerprints(sums, config))
 
-    with explaining_full_disk(path):
-        on_main(write)
+        with explaining_full_disk(path):
+            # Not ``on_main``: hashing and archiving all weights may take longer than its limit.
+            run_on_some(write if is_main() else None)
+    finally:  # after an error, too: no collective here, as the other ranks may have left
+        if is_main():
+            shutil.rmtree(staging, ignore_errors=True)
     barrier()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ from nemo_aligner.checkpoint.weights.store import (
     write_common,
 )
 from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_sums
-from nemo_aligner.distributed.collectives import gather_objects, on_main
+from nemo_aligner.distributed.collectives import gather_objects, on_main, run_on_some
 from nemo_aligner.models.quantized_layers import is_outline, read_outline
 from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
@@ -123,8 +123,13 @@ class PendingSave:
             CheckpointError: on every rank, if any rank could not write its file; the message names
                 those ranks.
         """
+        # A slow disk may take longer than the time limit of the collective in which ranks agree.
+        run_on_some(None if self.is_written else self._wait_until_written)
         with _as_checkpoint_error(self._folder):
             self._ranks.all_reduce("write", self._written.result, self._write_index)
+
+    def _wait_until_written(self) -> None:
+        wait([self._written])
 
     def _plan(self, tensors: dict[str, Any]) -> SavePlan:
         self._planner.set_up_planner(tensors, is_coordinator=self._ranks.is_coordinator)

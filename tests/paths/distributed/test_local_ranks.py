@@ -85,10 +85,12 @@ print("saved after", asked)
 """
     orders = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     started = {}
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     for order in orders:
         folder = tmp_path / order.name
         folder.mkdir()
         started[order] = start(program, folder)
+    signal.signal(signal.SIGHUP, hangup)
     for order, process in started.items():
         wait_for_two(tmp_path / order.name)
         process.send_signal(order)
