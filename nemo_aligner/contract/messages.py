@@ -194,19 +194,33 @@ def principle_of(text: Text) -> str | None:
     return text.principle if isinstance(text, Conversation) else None
 
 
+def read_principle(value: Any) -> str | None:
+    """Validate a principle, and return its normal form: None for null or a blank string.
+
+    Raises:
+        DataError: the principle is not a string.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise DataError(f"principle: got {_show_value(value)}, wanted a string")
+    _check_unicode(value, "principle: ")
+    return value if value.strip() else None
+
+
 def with_principle(text: Text, principle: Any) -> Text:
     """Attach a principle to a sample in the normal form; null or a blank string attaches none.
 
     Raises:
         DataError: the principle is not a string, the sample has another one, or it is raw text.
     """
+    return attach_principle(text, read_principle(principle))
+
+
+def attach_principle(text: Text, principle: str | None) -> Text:
+    """Attach a principle that is in the normal form, like ``with_principle``."""
     if principle is None:
         return text
-    if not isinstance(principle, str):
-        raise DataError(f"principle: got {_show_value(principle)}, wanted a string")
-    if not principle.strip():
-        return text
-    _check_unicode(principle, "principle: ")
     if isinstance(text, str):
         raise DataError(
             "principle: got a principle with a raw text, which is scored verbatim; wanted a "
@@ -277,10 +291,11 @@ def check_texts(texts: Iterable[Any]) -> list[Any]:
     return samples
 
 
-def read_messages(values: Sequence[Any]) -> Messages:
+def read_messages(values: Sequence[Any], first: int = 0) -> Messages:
     """Validate messages, and return them in the normal form; the last one may have any role.
 
-    A list that is in the normal form already is returned itself, not a copy.
+    A list that is in the normal form already is returned itself, not a copy. ``first`` is the
+    number of the first message in its conversation, for error messages.
 
     Raises:
         DataError: a message is not valid; the error names its key and the value.
@@ -289,7 +304,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
         return values if isinstance(values, list) else [*values]
     return [
         message if _is_plain_message(message) else _read_message(message, f"messages[{number}]")
-        for number, message in enumerate(values)
+        for number, message in enumerate(values, first)
     ]
 
 

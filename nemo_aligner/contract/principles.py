@@ -20,10 +20,11 @@ from nemo_aligner.contract.messages import (
     Message,
     Messages,
     Text,
+    attach_principle,
     messages_of,
     principle_of,
+    read_principle,
     with_messages,
-    with_principle,
 )
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
@@ -114,17 +115,9 @@ def add_principles(samples: Sequence[Any], principle: Principles) -> list[Any]:
         DataError: ``principle`` has another number of entries than there are samples, or an entry
             does not fit its sample.
     """
-    entries = [principle] * len(samples) if isinstance(principle, str | None) else principle
-    if not isinstance(entries, list | tuple) or len(entries) != len(samples):
-        raise DataError(
-            f"principle: got {shown(principle)}, wanted a string, or a list with one entry for "
-            f"each of the {len(samples)} samples"
-        )
     expanded: list[Any] = []
-    for number, (sample, entry) in enumerate(zip(samples, entries, strict=True)):
-        texts = entry if isinstance(entry, list | tuple) else [entry]
-        if not texts:
-            raise DataError(f"principle, row {number}: got an empty list, wanted a string or null")
+    principles = list_principles(principle, len(samples))
+    for number, (sample, texts) in enumerate(zip(samples, principles, strict=True)):
         try:
             expanded += [_add_principle(sample, text) for text in texts]
         except DataError as error:
@@ -132,14 +125,41 @@ def add_principles(samples: Sequence[Any], principle: Principles) -> list[Any]:
     return expanded
 
 
-def _add_principle(sample: Any, principle: Any) -> Any:
+def list_principles(principle: Principles, num_samples: int) -> list[list[str | None]]:
+    """Return the principles of each sample in the normal form; ``[None]`` if it has none.
+
+    Raises:
+        DataError: ``principle`` has another number of entries than there are samples, or an entry
+            has no principle or one that is not a string.
+    """
+    if isinstance(principle, str | None):
+        return [[read_principle(principle)]] * num_samples
+    if not isinstance(principle, list | tuple) or len(principle) != num_samples:
+        raise DataError(
+            f"principle: got {shown(principle)}, wanted a string, or a list with one entry for "
+            f"each of the {num_samples} samples"
+        )
+    return [_read_entry(number, entry) for number, entry in enumerate(principle)]
+
+
+def _read_entry(number: int, entry: Any) -> list[str | None]:
+    texts = entry if isinstance(entry, list | tuple) else [entry]
+    if not texts:
+        raise DataError(f"principle, row {number}: got an empty list, wanted a string or null")
+    try:
+        return [*map(read_principle, texts)]
+    except DataError as error:
+        raise DataError(f"row {number}: {error}") from error
+
+
+def _add_principle(sample: Any, principle: str | None) -> Any:
     # The messages of the sample are checked later, so that their errors are those of its row.
     if principle is None:
         return sample
     if not isinstance(sample, Mapping):
-        return with_principle(sample, principle)
+        return attach_principle(sample, principle)
     present = Conversation([], principle=sample.get("principle"))
-    return {**sample, "principle": principle_of(with_principle(present, principle))}
+    return {**sample, "principle": principle_of(attach_principle(present, principle))}
 
 
 def refuse_principle(text: Text, reader: str) -> None:

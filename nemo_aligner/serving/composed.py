@@ -25,8 +25,9 @@ from nemo_aligner.config.gateway import (
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import adjust_components, one_reward
+from nemo_aligner.serving.client.calls import run_all
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.parts import Part, PartScores, prompt_key
+from nemo_aligner.serving.parts import Part, prompt_keys
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
@@ -86,7 +87,7 @@ class Combination:
 
         Args:
             values: ``[N]`` values of the part; NaN for samples without one.
-            keys: for each sample, the key of its prompt (``prompt_key``); None for a raw text.
+            keys: for each sample, the key of its prompt (``prompt_keys``); None for a raw text.
 
         Returns:
             ``[N]`` bool; false where the value is NaN.
@@ -114,16 +115,18 @@ class Combination:
             is_decided: ``[N]`` bool, samples whose reward is the part ``gate`` by itself.
 
         Returns:
-            Rewards ``[N]`` float32, NaN where a needed part is missing; and what each part adds to
-            the weighted sum, ``[N, P]`` float64.
+            Rewards ``[N]`` float32, NaN where a needed part is missing, and infinite where
+            float32 overflows; and what each part adds to the weighted sum, ``[N, P]`` float64.
         """
-        terms = (parts + np.asarray(self.offsets)) * np.asarray(self.weights)
-        is_optional = np.array([name != self.gate for name in self.names])
-        terms[np.outer(is_decided, is_optional)] = 0.0
-        if self.kind is CombineKind.minimum:
-            return terms.min(axis=1).astype(np.float32), terms
-        rewards = terms.sum(axis=1).astype(np.float32)
-        return rewards, adjust_components(terms, rewards)
+        # numpy would warn of an infinite reward, which the caller reports with its row.
+        with np.errstate(over="ignore", invalid="ignore"):
+            terms = (parts + np.asarray(self.offsets)) * np.asarray(self.weights)
+            is_optional = np.array([name != self.gate for name in self.names])
+            terms[np.outer(is_decided, is_optional)] = 0.0
+            if self.kind is CombineKind.minimum:
+                return terms.min(axis=1).astype(np.float32), terms
+            rewards = terms.sum(axis=1).astype(np.float32)
+            return rewards, adjust_components(terms, rewards)
 
 
 class ComposedService(ScoringService):
@@ -216,9 +219,12 @@ class ComposedService(ScoringService):
             for row, reason in model_rows.errors.items()
         }
         is_decided, comparisons = await self._fill_table(request.texts, parts, failures)
-        self._check_failures(request, failures, aside)
         rewards, terms = self._combination.combine(parts, is_decided)
+        for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
+            failures.setdefault(row, _overflow_failure(rewards[row]))
+        self._check_failures(request, failures, aside)
         rewards[[*failures]] = np.nan
+        parts[np.isinf(parts)] = np.nan
         is_sum = self._combination.kind is not CombineKind.minimum
         return ScoredRows(
             rewards[:, None],
@@ -241,7 +247,10 @@ class ComposedService(ScoringService):
             rewards = np.zeros((len(samples), 1), dtype=np.float32)
             return ScoredRows(rewards, {}, np.zeros(len(samples), dtype=bool))
         # Rows that were rejected before are inserted only once, by ``answer`` of this service.
-        scored = await self._model.answer(replace(request, refused={}), aside, is_probe)
+        try:
+            scored = await self._model.answer(replace(request, refused={}), aside, is_probe)
+        except RequestError as error:
+            raise error.renumber(request.row_numbers) from error
         if self._model.contract is not None:
             self._note_model(self._model.contract)
         return scored
@@ -281,7 +290,7 @@ class ComposedService(ScoringService):
         comparisons = await self._score_by_parts(first_names, samples, parts, failures, is_decided)
         if self._combination.kind is CombineKind.gate:
             values = parts[:, self._combination.names.index(self._combination.gate)]
-            is_close = self._combination.find_close(values, [*map(prompt_key, samples)])
+            is_close = self._combination.find_close(values, await prompt_keys(samples))
             is_decided = np.isfinite(values) & ~is_close
         names = [name for name in self._parts if name not in first_names]
         comparisons += await self._score_by_parts(names, samples, parts, failures, is_decided)
@@ -303,8 +312,7 @@ class ComposedService(ScoringService):
         if not rows:
             return []
         selected = [samples[row] for row in rows]
-        scoring = [self._parts[name].score(selected) for name in names]
-        results: list[PartScores] = await asyncio.gather(*scoring)
+        results = await run_all(self._parts[name].score(selected) for name in names)
         comparisons = []
         for name, scores in zip(names, results, strict=True):
             parts[rows, self._combination.names.index(name)] = scores.values
@@ -378,3 +386,11 @@ class ComposedService(ScoringService):
             measured_on=None,
             shaping=json.dumps(rules, sort_keys=True),
         )
+
+
+def _overflow_failure(reward: float) -> RequestError:
+    text = (
+        f"the combined reward is {reward}, wanted a finite number in float32. Check the values of "
+        "the parts, combine.weights and combine.offsets"
+    )
+    return RequestError(text, FailureKind.unscored)

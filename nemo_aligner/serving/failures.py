@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from enum import Enum
 from secrets import token_hex
 from typing import Literal
@@ -133,6 +134,20 @@ class RequestError(ServingError):
         super().__init__(message)
         self.message, self.kind = message, kind
         self.retry_after_s, self.row = retry_after_s, row
+
+    def renumber(self, row_numbers: Sequence[int]) -> RequestError:
+        """Return the error with the row's number in a larger request, of which this was a part.
+
+        ``row_numbers`` has the number in the larger request of each row of the part. An error
+        that names no row is returned itself.
+        """
+        match = _ROW.match(self.message)
+        if match is None or int(match[1]) >= len(row_numbers):
+            return self
+        number = row_numbers[int(match[1])]
+        message = f"{self.message[: match.start(1)]}{number}{self.message[match.end(1) :]}"
+        row = None if self.row is None else number
+        return RequestError(message, self.kind, self.retry_after_s, row)
 
 
 def failure_of(error: Exception) -> RequestError:

@@ -31,6 +31,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
 from nemo_aligner.serving.engine.timed_threads import (
+    RunStep,
     ThreadsHangError,
     TimedThreads,
     TooSlowError,
@@ -90,8 +91,16 @@ class Part(Protocol):
         """Close connections and end threads; no call of ``score`` may be running."""
 
 
-def prompt_key(sample: Text) -> str | None:
-    """Return a key that responses to the same prompt and principle share; None for a raw text."""
+async def prompt_keys(samples: Sequence[Text]) -> list[str | None]:
+    """Return for each sample a key that responses to the same prompt and principle share.
+
+    It is None for a raw text.
+    """
+    # In a thread: many long prompts would block the event loop for seconds.
+    return await asyncio.to_thread(lambda: [*map(_prompt_key, samples)])
+
+
+def _prompt_key(sample: Text) -> str | None:
     if isinstance(sample, str):
         return None
     prompt: Any = prompt_of(sample)
@@ -128,8 +137,7 @@ class JudgePart:
         """
         scores = PartScores(np.full(len(samples), np.nan))
         groups: dict[str, list[int]] = defaultdict(list)
-        for number, sample in enumerate(samples):
-            key = prompt_key(sample)
+        for number, key in enumerate(await prompt_keys(samples)):
             if key is None:
                 reason = "it is a raw text, and a judge reads conversations; send messages"
                 scores.failures[number] = RequestError(reason, FailureKind.bad_request)
@@ -258,9 +266,10 @@ class FunctionPart:
     The function gets a list of ``{"messages": [...]}`` (with ``tools`` and ``documents`` if there
     are any) and ``{"text": ...}``. It returns a number for each; None or NaN means no score.
     After an ``OSError``, such as one from a service that it calls, the same samples may be sent
-    again. A call that hangs in C code, such as a read from a socket, keeps its thread. This thread
-    no longer counts as one of ``num_threads``. But while as many calls as that hang, further calls
-    fail at once.
+    again. Only the time limit interrupts a call, so it goes on if its client disconnects. A call
+    that hangs in C code, such as a read from a socket, keeps its thread. This thread no longer
+    counts as one of ``num_threads``. But while as many calls as that hang, further calls fail at
+    once.
     """
 
     def __init__(self, name: str, location: str, timeout_s: float, num_threads: int) -> None:
@@ -281,7 +290,10 @@ class FunctionPart:
         self._counts: Counter[str] = Counter(function_calls=0, function_failures=0, masked_rows=0)
         message = f"no answer within {timeout_s:g} s (function_timeout_s)"
         self._threads = TimedThreads(
-            num_threads, name, timeout_s, message, max_replaced=num_threads, replaces_slow=False
+            *(num_threads, name, timeout_s, message),
+            max_replaced=num_threads,
+            replaces_slow=False,
+            interrupts_abandoned=False,
         )
 
     async def score(self, samples: Sequence[Text]) -> PartScores:
@@ -289,9 +301,13 @@ class FunctionPart:
         if not samples:
             return PartScores(np.zeros(0))
         self._counts["function_calls"] += 1
-        arguments = [_as_record(sample) for sample in samples]
+
+        def call(run_step: RunStep) -> Sequence[float | None]:
+            # Copied in this thread, because millions of messages would block the event loop.
+            return run_step(self._function, [*map(_as_record, samples)])
+
         try:
-            answer = await self._threads.run(lambda run_step: run_step(self._function, arguments))
+            answer = await self._threads.run(call)
             values = _read_values(answer, len(samples))
         except Exception as error:
             self._counts["function_failures"] += 1

@@ -133,7 +133,7 @@ class LocalService(ScoringService):
         self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool = False
     ) -> ScoredRows:
         with nullcontext() if is_probe else self.counting_failures():
-            check_num_rows(request, self._config)
+            check_num_rows(request.num_rows, self._config)
             return await super().answer(request, aside, is_probe)
 
     async def template_parts(self) -> TemplateParts:

@@ -260,11 +260,11 @@ def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows
     return replace(scored, **arrays, errors=dict(sorted(errors.items())), comparisons=comparisons)
 
 
-def check_num_rows(request: ScoreRequest, config: FrontConfig) -> None:
+def check_num_rows(num_rows: int, config: FrontConfig) -> None:
     """Raise RequestError if a request has more rows than may ever be in flight."""
-    if request.num_rows > config.max_queue_rows:
+    if num_rows > config.max_queue_rows:
         raise RequestError(
-            f"got {request.num_rows} rows in a request, wanted at most {config.max_queue_rows} "
+            f"got {num_rows} rows in a request, wanted at most {config.max_queue_rows} "
             f"({config.section}.max_queue_rows). Send fewer rows per request",
             FailureKind.too_large,
         )

@@ -87,7 +87,8 @@ class UpstreamService(ScoringService):
             # Any other rejection is not the sender's fault, e.g. if the gateway's token is wrong.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
-            raise RequestError(one_line(error.message), kind, row=row) from error
+            refusal = RequestError(one_line(error.message), kind, row=row)
+            raise refusal.renumber(request.row_numbers) from error
         except ServingError as error:
             raise _unreachable_error(error) from error
         except Exception as error:

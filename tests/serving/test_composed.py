@@ -26,8 +26,8 @@ from nemo_aligner.config.gateway import (
     JudgeTask,
 )
 from nemo_aligner.config.load import load_config
-from nemo_aligner.serving import gateway
-from nemo_aligner.serving.client import judge
+from nemo_aligner.serving import gateway, parts
+from nemo_aligner.serving.client import RefusedError, judge
 from nemo_aligner.serving.client.causes import PROBE_S
 from nemo_aligner.serving.composed import Combination
 from nemo_aligner.serving.endpoints import reward_endpoints
@@ -117,6 +117,12 @@ def stall(samples: list[dict[str, Any]]) -> list[float]:
 def wait_in_c(samples: list[dict[str, Any]]) -> list[float]:
     CAN_RETURN.wait()
     return [1.0] * len(samples)
+
+
+def overflow(samples: list[dict[str, Any]]) -> list[float]:
+    """Too large for float32 after the reply "big"."""
+    replies = [sample["messages"][-1]["content"] for sample in samples]
+    return [1e39 if reply == "big" else 1.0 for reply in replies]
 
 
 def return_one(samples: list[dict[str, Any]]) -> list[float]:
@@ -441,6 +447,62 @@ def test_failed_function_masks_its_samples(
     assert answer.json["parts"][0] == {"model": modelled("x"), "rule": None}
     failures = f'nemo_aligner_server_function_failures_total{{backend="{functions["rule"]}"}} 1.0'
     assert failures in metrics.body.decode()
+
+
+def test_reward_that_float32_cannot_hold_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"conversations": [conversation("x"), conversation("big")]}
+    calls: Calls = [("/v1/rewards", body), ("/verify", verify("big"))]
+    functions = {"rule": f"{MODULE}:overflow"}
+    listed, rollout = asked(monkeypatch, calls, functions=functions)
+    reason = (
+        "the combined reward is inf, wanted a finite number in float32. Check the values of the "
+        "parts, combine.weights and combine.offsets"
+    )
+    assert listed.json["rewards"] == [[modelled("x") + 1], None]
+    assert listed.json["errors"] == [{"row": 1, "message": reason}]
+    assert listed.json["parts"][1] == {"model": modelled("big"), "rule": 1e39}
+    assert (rollout.json["mask_sample"], rollout.json["failure_kind"]) == (True, "judge_failed")
+    assert "Infinity" not in listed.body.decode() + rollout.body.decode()
+
+
+def test_error_of_the_model_has_the_number_of_the_row_in_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = FakeClient()
+    client.failure = RefusedError("s", 500, "row 0: not finite")
+    body = compare("x", "y")
+    body["response_objs"][0] = {"output": []}  # rejected before the model gets the others
+    functions = {"rule": f"{MODULE}:count_characters"}
+    (answer,) = asked(monkeypatch, [("/compare", body)], client=client, functions=functions)
+    assert (answer.status, answer.json["detail"]) == (500, "row 1: not finite")
+
+
+def test_samples_of_a_request_are_copied_and_compared_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hundreds of thousands of messages would block all other requests for seconds."""
+    threads: dict[str, set[int]] = {}
+
+    def note_thread(name: str) -> Callable[[Any], Any]:
+        function = getattr(parts, name)
+
+        def call(sample: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return function(sample)
+
+        return call
+
+    for name in ("_prompt_key", "_as_record"):
+        monkeypatch.setattr(parts, name, note_thread(name))
+    asked(
+        monkeypatch,
+        [("/compare", compare("b 4", "c 2"))],
+        FakeJudge(),
+        functions={"rule": f"{MODULE}:count_characters"},
+        combine={"kind": CombineKind.gate, "gate_margin": 99.0},
+    )
+    assert set(threads) == {"_prompt_key", "_as_record"}
+    assert threading.get_ident() not in set.union(*threads.values())
 
 
 def test_function_whose_calls_hang_is_refused_and_unready_until_they_end(

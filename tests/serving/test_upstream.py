@@ -66,6 +66,13 @@ def test_upstream_puts_rows_that_were_refused_before_among_the_others() -> None:
     assert scored.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
     assert np.isnan(scored.rewards[[0, 2, 3]]).all()
     assert scored.exceeded.tolist() == [False] * 5
+    # The errors of the client number only the texts that it gets.
+    client = FakeClient()
+    assert ask(service(client), request) == Failure(
+        "row 2: the text is empty", FailureKind.bad_request
+    )
+    client.failure = RefusedError("s", 500, "row 0: not finite")
+    assert ask(service(client), request) == Failure("row 1: not finite", FailureKind.internal)
     scored = ask(service(FakeClient()), ScoreRequest(texts=[], refused={0: "an image"}))
     assert (np.isnan(scored.rewards).tolist(), scored.errors) == ([[True, True]], {0: "an image"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -282,6 +282,19 @@ class Background(Generic[C]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.close()
+
+
+async def run_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently, and return their results in order.
+
+    If one of them fails, the others are cancelled.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def check_token(token: str | None) -> None:

@@ -160,8 +160,12 @@ class ServerPool:
         Raises:
             ServingError: no server is available.
         """
-        # _choose returns as soon as a server is ready.
-        await self._limit_time(self._choose(1, _Search()))
+        return await self._limit_time(self._read_limits())
+
+    async def _read_limits(self) -> tuple[int, int]:
+        # _choose returns as soon as a server is ready. Read the limits at once: if another task ran
+        # first, it could find that the last server is gone.
+        await self._choose(1, _Search())
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 

@@ -8,10 +8,9 @@ scoring has no side effects.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from nemo_aligner.serving.client.calls import (
     ServerClient,
     check_token,
     complete_urls,
+    run_all,
 )
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.partial_requests import (
@@ -374,7 +374,7 @@ class RowCollector:
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
             try:
-                await _run_all(self._score(part, prefix) for part in parts)
+                await run_all(self._score(part, prefix) for part in parts)
             except UnansweredError as error:
                 error.progress = self._progress.text
                 raise
@@ -449,7 +449,7 @@ class RowCollector:
             # When the call was split, every known server accepted requests of this size. Those
             # servers are gone now, and the ones that answer accept fewer rows, so split again.
             except TooManyRowsError as error:
-                await _run_all(self._score(piece) for piece in part.split(error.limit))
+                await run_all(self._score(piece) for piece in part.split(error.limit))
                 return
             except RefusedError as refusal:
                 row = refusal.row
@@ -500,7 +500,7 @@ class RowCollector:
             self._errors[row], self._unnamed[row] = refusal.reason, refusal
             self._progress.answered += 1
             return
-        await _run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
+        await run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
 
 
 # How much of a sample's beginning stands for the prefix that later samples may share. Shorter
@@ -515,7 +515,10 @@ def _common_prefix(part: PartialRequest) -> bytes | None:
     The turns of a dialogue begin alike: with the messages up to the user's first one, or with the
     same characters or token ids.
     """
-    prefixes = {_beginning(part.items[row]) for row in part.rows}
+    try:
+        prefixes = {_beginning(part.items[row]) for row in part.rows}
+    except (TypeError, KeyError, RecursionError):  # a malformed sample; the server says which
+        return None
     prefix = prefixes.pop()
     if prefixes or prefix is None:
         return None
@@ -527,7 +530,8 @@ def _beginning(sample: Any) -> bytes | None:
     if isinstance(sample, str):
         text = sample[:_PREFIX_CHARACTERS]
         return repr(text).encode() if len(text) == _PREFIX_CHARACTERS else None
-    rows = sample.messages if isinstance(sample, Conversation) else sample
+    rows = sample["messages"] if isinstance(sample, Mapping) else sample
+    rows = rows.messages if isinstance(rows, Conversation) else rows
     first = [*rows[:_PREFIX_TOKENS]]
     roles = [row.get("role") if isinstance(row, dict) else None for row in first]
     if "user" not in roles:
@@ -535,12 +539,3 @@ def _beginning(sample: Any) -> bytes | None:
     if sum(len(str(row)) for row in first) < _PREFIX_CHARACTERS:
         return None
     return repr(first[: roles.index("user") + 1]).encode()
-
-
-async def _run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    tasks: Sequence[asyncio.Task[None]] = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:  # after a failure, the results of the other tasks are not needed
-            task.cancel()

@@ -2,9 +2,10 @@
 
 A server gets requests for rewards after a handshake, which checks that its model is ready, reads
 its limit of rows, and compares its scoring contract. After a failed request it gets none during a
-pause of 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says. If it was
-unreachable, it needs a new handshake, because another server may run there now. If that gets no
-answer, the server hangs, and other servers get the requests that it still has.
+pause of 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says, up to 45 seconds. If
+it was unreachable or its model is not ready, it needs a new handshake, because another server may
+run there now. If that gets no answer, the server hangs, and other servers get the requests that it
+still has.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+# Longest time of a ``Retry-After`` that is obeyed, because the server only estimates it.
+_LONGEST_RETRY_AFTER_S = 30.0
 # HTTP statuses with which vLLM, our gateway or a proxy may answer a KServe request, with a body
 # that is not a KServe error.
 _FOREIGN_STATUSES = (401, 403, 404)
@@ -257,7 +260,15 @@ class RemoteServer:
         ready = f"models/{quote(self._model_name)}/ready"
 
         async def check() -> None:
-            await self._send("GET", ready, PROBE_S)
+            try:
+                await self._send("GET", ready, PROBE_S)
+            except UnavailableError as error:
+                if error.kind is not FailureKind.busy or error.retry_after_s is not None:
+                    raise
+                # The model may hang. So unlike a server that is only full, this one gets no
+                # requests before a handshake finds it ready.
+                reason = f"{self._model_name} is not ready: {error.message}"
+                raise UnavailableError(reason) from error
             await self._check_contract(PROBE_S)
 
         try:
@@ -284,7 +295,9 @@ class RemoteServer:
             yield
         except UnavailableError as error:
             # If many requests are lost at once, only the first one starts the pause or doubles it.
-            if self.is_ready(time.monotonic()):
+            # A full server that is unreachable meanwhile also needs a handshake.
+            is_first_loss = self.limit is not None and error.kind is FailureKind.unreachable
+            if is_first_loss or self.is_ready(time.monotonic()):
                 self._back_off(error)
                 if self.limit is None and not self._is_missed:
                     self._is_missed = True
@@ -399,12 +412,15 @@ class RemoteServer:
             logger.warning("%s; this server gets no requests until the problem is fixed", error)
 
     def _back_off(self, error: UnavailableError) -> None:
-        """Start a pause without requests; it doubles with each failure up to one second."""
+        """Start a pause without requests: that of ``Retry-After``, up to 30 s, times 1.0 to 1.5.
+
+        Without ``Retry-After``, the pause doubles with each failure up to one second.
+        """
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
         self._has_retry_after = error.retry_after_s is not None
         if error.retry_after_s is not None:
-            pause = max(pause, error.retry_after_s)
+            pause = max(pause, min(error.retry_after_s, _LONGEST_RETRY_AFTER_S))
         # Jitter, so that clients that failed at the same time do not retry at the same time.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
         self.trouble, self.fault = str(error), None
@@ -464,7 +480,8 @@ class RemoteServer:
         text = text if message is None else message
         if kind.reaction == "retry":
             seconds = retry_after(text, headers.get("Retry-After", ""))
-            return UnavailableError(f"HTTP {status}: {text}", kind, seconds)
+            text = f"HTTP {status}: {text}" if text else f"HTTP {status}"
+            return UnavailableError(text, kind, seconds)
         if message == NO_TOKEN or (message is not None and kind is FailureKind.unauthorized):
             fact = WRONG_TOKEN if "Authorization" in self._session.headers else NOT_SENT
             return RefusedError(self.name, FailureKind.unauthorized.status, f"{text}; {fact}")

@@ -110,7 +110,7 @@ class Batcher:
         """Start the batcher's thread.
 
         With ``max_call_secs`` 0, only ``tokens_per_call`` limits a call. ``clock`` is the clock of
-        the ranks, if other batchers also use them.
+        the ranks, if other operations also run on them.
         """
         self._clock = clock or CallClock()
         self._execute = execute
@@ -313,16 +313,15 @@ class Batcher:
 
     def _measure(self, call: _Call) -> float:
         """Add an ended call to the statistics; return the seconds that its computation took."""
-        # The model computes one call at a time. If this call was submitted while another one ran,
-        # it started only when that one ended.
+        # The ranks run one operation at a time. If this call was submitted while another operation
+        # ran, it started only when that one ended.
         started = max(call.begun, self._clock.last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
         self._clock.last_end = self._last_end
-        self._last_seconds = self._last_end - call.begun
+        self._last_seconds = self._last_end - started
         queued = sum(started - request.came for request, _ in call.rows)
-        seconds = self._last_end - started
-        self._meter.count_call(queued, seconds)
-        return seconds
+        self._meter.count_call(queued, self._last_seconds)
+        return self._last_seconds
 
     def _set_results(self, call: _Call, results: Sequence[np.ndarray]) -> None:
         complete = []

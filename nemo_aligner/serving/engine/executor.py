@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -89,8 +90,9 @@ class ModelRanks:
     device, the next one may already begin. If the first one then fails, the next one is begun
     again, because it may depend on state that the first one should have stored. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
-    (None while the ranks work), and all submitted operations fail. The batchers on rank 0 share
-    ``clock``. ``running`` has the calls that run now; it is empty on workers.
+    (None while the ranks work), and all submitted operations fail. ``clock`` has the end of the
+    latest operation, for the batchers on rank 0. ``running`` has the calls that run now; it is
+    empty on workers.
     """
 
     def __init__(
@@ -373,6 +375,8 @@ class ModelRanks:
             answer.set_result(result)
         else:
             answer.set_exception(error)
+        # Only now, because the callbacks of ``answer`` read when the previous operation has ended.
+        self.clock.last_end = time.monotonic()
 
     def _fail_if_device_is_lost(self) -> None:
         """Mark the ranks as lost after a CUDA error that all later calls on the device repeat."""

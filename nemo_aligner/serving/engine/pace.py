@@ -21,12 +21,13 @@ _LONG = 1 / 16
 
 @dataclass
 class CallClock:
-    """The end of the latest call on the ranks, shared by the batchers whose calls take turns.
+    """The end of the latest operation on the ranks: a batcher's call, or e.g. a training step.
 
-    With it, a call that waited for another batcher's call does not count the wait as its duration.
+    The operations take turns. With the clock, a batcher's call that waited for another operation
+    does not count the wait as its duration.
 
     Attributes:
-        last_end: end of the latest call, in seconds of ``time.monotonic``.
+        last_end: end of the latest operation, in seconds of ``time.monotonic``.
     """
 
     last_end: float = 0.0

@@ -146,12 +146,14 @@ class _Job(Generic[T]):
         replace_secs: float,
         message: str,
         counts: _ThreadCounts,
+        interrupts_abandoned: bool,
     ) -> None:
         self.result: Future[T] = Future()
         self.has_begun = self.has_ended = self.is_abandoned = False
         self.is_replaced = self.is_hanging = False
         self._work, self._message, self._counts = work, message, counts
         self._limit_secs, self._replace_secs = limit_secs, replace_secs
+        self._interrupts_abandoned = interrupts_abandoned
         self._lock = Lock()
         self._thread: int | None = None
         self._begun: float | None = None  # time at which the running step began; None between steps
@@ -218,7 +220,8 @@ class _Job(Generic[T]):
                 return
             now = time.monotonic()
             seconds = now - self._begun
-            is_late = seconds >= self._limit_secs or self.is_abandoned
+            is_unneeded = self.is_abandoned and self._interrupts_abandoned
+            is_late = seconds >= self._limit_secs or is_unneeded
             # Interrupt again after _GRACE_SECS, because an exception is lost if it hits e.g. a
             # destructor.
             if is_late and now - self._interrupted >= _GRACE_SECS:
@@ -260,6 +263,7 @@ class TimedThreads:
         *,
         max_replaced: int = 16,
         replaces_slow: bool = True,
+        interrupts_abandoned: bool = True,
     ) -> None:
         """Set the limits of jobs and threads.
 
@@ -272,10 +276,13 @@ class TimedThreads:
                 many hang, jobs are rejected.
             replaces_slow: whether a thread is replaced if its step is slow, so that other jobs do
                 not wait for it. If False, only one whose step hangs is replaced.
+            interrupts_abandoned: whether a step is also interrupted if the caller of its job no
+                longer waits. The interruption is an exception at any instruction, so code that is
+                not prepared for it could keep a lock for ever.
         """
         self._name, self._limit_secs, self._message = name, limit_secs, message
         self._replace_secs = _WATCH_SECS if replaces_slow else limit_secs + _GRACE_SECS
-        self._max_replaced = max_replaced
+        self._max_replaced, self._interrupts_abandoned = max_replaced, interrupts_abandoned
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._counts = _ThreadCounts(num_threads, max_replaced)
 
@@ -290,7 +297,8 @@ class TimedThreads:
     async def run(self, work: Callable[[RunStep], T]) -> T:
         """Run ``work`` in a thread; ``work`` makes slow calls through its ``RunStep`` argument.
 
-        If the caller is cancelled, the work ends after the running step.
+        If the caller is cancelled, the work ends after the running step, which is interrupted if
+        ``interrupts_abandoned`` is set.
 
         Raises:
             TooSlowError: a step could not be interrupted. Exceptions of ``work`` are also raised.
@@ -299,7 +307,10 @@ class TimedThreads:
         problem = self._start_threads(num_new=1)
         if problem is not None:
             raise ThreadsHangError(problem)
-        job = _Job(work, self._limit_secs, self._replace_secs, self._message, self._counts)
+        job = _Job(
+            *(work, self._limit_secs, self._replace_secs, self._message, self._counts),
+            self._interrupts_abandoned,
+        )
         timer = asyncio.get_running_loop().call_later(_WATCH_SECS, self._watch, job)
         self._jobs.put(job)
         try:

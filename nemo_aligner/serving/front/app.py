@@ -9,6 +9,7 @@ them also exist under ``/models/NAME``, for one of several models.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -22,7 +23,7 @@ import nemo_aligner
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
-from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
+from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of, public_failure
 from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.bodies import RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
@@ -99,6 +100,7 @@ class Front:
         config: FrontConfig,
         token: str | None,
         statistics: Callable[[], Awaitable[Statistics]],
+        probes: Sequence[Callable[[], Awaitable[Mapping[str, str | None]]]] = (),
     ) -> None:
         """Build the application.
 
@@ -109,11 +111,13 @@ class Front:
             token: bearer token that requests need, except for health, readiness and tensor shapes;
                 None if no request needs one.
             statistics: returns the counts of each model server by its name, for ``/metrics``.
+            probes: if there are no models, the ``probe`` of each service, for the readiness.
         """
         self.is_ready = True
         self.models = HostedModels(models)
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
+        self._probes = [model.scoring.probe for model in models] or probes
         self._bodies, self._notices = RequestBodies(config), RequestNotices()
         self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
         self._kserve_of = {model.name: self._build_kserve(model) for model in models}
@@ -157,7 +161,7 @@ class Front:
             if name is not None:
                 scope = {**scope, MODEL_IN_SCOPE: self.models[name]}
         except RequestError as failure:
-            await self._refuse(path, failure)(scope, receive, send)
+            await self._refuse(name, path, failure)(scope, receive, send)
             return
         if self._is_kserve(path):
             await self._answer_kserve({**scope, "path": path}, receive, send)
@@ -166,20 +170,23 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        offered, path = self._kserve_at(scope.get(MODEL_IN_SCOPE)), scope["path"]
+        begun = time.monotonic()
         with self._bodies.reserve() as reader:
             try:
                 body = b""
                 if scope["method"] == "POST":
                     body = await reader.read(receive, headers)
-            except RequestError as error:
-                answer = kserve.refuse(error)
             except ServingError as error:
-                answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
+                answer = kserve.refuse(failure_of(error))
+                offered.count_rejection(path, answer.status, time.monotonic() - begun)
             else:
-                model: HostedModel | None = scope.get(MODEL_IN_SCOPE)
-                offered = self._kserve if model is None else self._kserve_of[model.name]
-                answer = await offered.answer(scope["method"], scope["path"], headers, body)
+                answer = await offered.answer(scope["method"], path, headers, body)
         await _send_answer(answer, send)
+
+    def _kserve_at(self, model: HostedModel | None) -> KServe:
+        """Return the endpoints under ``/models/NAME``; None: those at the root."""
+        return self._kserve if model is None else self._kserve_of[model.name]
 
     def _is_open(self, method: str, path: str) -> bool:
         """Return whether a request needs no bearer token."""
@@ -195,13 +202,11 @@ class Front:
         return path == "/v2" or (path.startswith("/v2/") and not is_other)
 
     async def _probe(self) -> Mapping[str, str | None]:
-        """Map the name of each server to why it gives no rewards now, or to None if it does."""
+        """Map the name of each server to why it gives no answers now, or to None if it does."""
         if not self.is_ready:
             return {}
-        if not self._routes:
-            return {"local": None}  # a critic
         # Probe all at the same time, because one model's backends may be slow to answer.
-        probed = await asyncio.gather(*(model.scoring.probe() for model in self.models))
+        probed = await asyncio.gather(*(probe() for probe in self._probes))
         return {name: reason for states in probed for name, reason in states.items()}
 
     async def _has_rewards(self) -> bool:
@@ -212,17 +217,27 @@ class Front:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         return has_token(sent, self._token)
 
-    def _refuse(self, path: str, failure: RequestError) -> ASGIApp:
+    def _refuse(self, name: str | None, path: str, failure: RequestError) -> ASGIApp:
+        """Reject a request whose token or model is wrong; ``name`` is the model that it names.
+
+        It is counted unless its model or path is unknown.
+        """
+        model = None if name is None else self.models.find(name)
+        is_known = name is None or model is not None
         self._notices.note_rejection("the server", failure.kind.status, failure.message)
         if self._is_kserve(path):
             answer, headers = kserve.refuse(failure), {}
             if failure.kind is FailureKind.unauthorized:
                 headers = {"WWW-Authenticate": "Bearer"}
+            if is_known:
+                self._kserve_at(model).count_rejection(path, answer.status, 0.0)
             return Response(answer.body, answer.status, {**answer.headers, **headers})
         if path not in self._routes:
             return respond(refuse_with_detail(failure, None))
         refusal = self._routes[path][0].refuse(failure, None)
-        self.metrics.count_request(path, refusal.status, 0.0)
+        if is_known:
+            route = self.models.choose(None, model).name_route(path)
+            self.metrics.count_request(route, refusal.status, 0.0)
         return respond(refusal)
 
     def _build_app(self) -> FastAPI:
@@ -283,7 +298,7 @@ class Front:
         near = suggestion(path, self._methods)
         meant = f"; did you mean {prefix}{near}?" if near else "."
         reason = f"this server has no such path{meant} GET /docs lists all paths"
-        self._notices.note_rejection(shown(_logged_path(request)), 404, reason)
+        self._notices.note_unknown_path(shown(_logged_path(request)), reason)
         return respond(HttpAnswer(404, {"detail": f"{shown(prefix + path)}: {reason}"}))
 
     async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:

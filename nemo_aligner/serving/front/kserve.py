@@ -37,6 +37,7 @@ import nemo_aligner
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
+from nemo_aligner.serving.protocols.kserve import ERRORS
 from nemo_aligner.serving.protocols.kserve_body import (
     HEADER_LENGTH,
     PROBE,
@@ -52,6 +53,7 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
+_INFER = "/infer"
 _MOST_DIGITS = 12  # maximum number of digits in the header with the length of the JSON part
 _COMPRESSION_LEVEL = 1  # gzip level 1, the fastest: higher levels hardly shrink floats further
 _ALL_STATISTICS = "/v2/models/stats"
@@ -118,18 +120,18 @@ class KServe:
         parts = _MODEL.fullmatch(path)
         if parts is None or path == _ALL_STATISTICS:
             return await self._answer_server(method, path)
-        name, suffix = parts["name"], parts["suffix"] or ""
-        endpoint = self._endpoints.get(name)
-        if endpoint is None or parts["version"] not in (None, "1"):
+        suffix, endpoint = parts["suffix"] or "", self._find_endpoint(parts)
+        if endpoint is None:
+            name = shown(parts["name"])
             version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
-            return _error_answer(404, f"unknown model {shown(name)}{version}. Models: {models}")
+            return _error_answer(404, f"unknown model {name}{version}. Models: {models}")
         descriptions: dict[str, Callable[[Endpoint], Any]] = {
             "": _describe_model,
             "/config": _describe_config,
             "/stats": lambda endpoint: {"model_stats": [self._describe_counts(endpoint.name)]},
         }
-        if suffix == "/infer":
+        if suffix == _INFER:
             if method != "POST":
                 return _wrong_method(path, method, "POST")
             return await self._infer(endpoint, headers, body)
@@ -140,6 +142,17 @@ class KServe:
         if suffix == "/ready":
             return await self._answer_ready()
         return KServeAnswer.of_json(descriptions[suffix](endpoint))
+
+    def count_rejection(self, path: str, status: int, seconds: float) -> None:
+        """Count a request that was rejected before its body was read, if it is for inference."""
+        parts = _MODEL.fullmatch(path)
+        endpoint = None if parts is None else self._find_endpoint(parts)
+        if parts is not None and endpoint is not None and parts["suffix"] == _INFER:
+            self._count_request(_route_of(endpoint), status, seconds)
+
+    def _find_endpoint(self, parts: re.Match[str]) -> Endpoint | None:
+        """Return the endpoint that a path names; None if there is none of its name and version."""
+        return self._endpoints.get(parts["name"]) if parts["version"] in (None, "1") else None
 
     async def _answer_server(self, method: str, path: str) -> KServeAnswer:
         """Answer a path under ``/v2`` about the whole server, e.g. its health or list of models."""
@@ -174,12 +187,12 @@ class KServe:
             request, inputs = await call_by_size(
                 len(body), _decode_request, endpoint, headers, body
             )
-            requested = _requested_outputs(endpoint, request)
+            by_row = endpoint.answer_by_row if has_mark(request, ROW_ERRORS) else None
+            requested = _requested_outputs(endpoint, request, has_errors=by_row is not None)
             # A probe is a request that is not counted in the statistics. It must have one row, like
             # those of our gateway, so that no client can hide large requests.
             is_one_row = all(len(array) == 1 for array in inputs.values())
             probe = endpoint.answer_probe if is_one_row and has_mark(request, PROBE) else None
-            by_row = endpoint.answer_by_row if has_mark(request, ROW_ERRORS) else None
             outputs = await (probe or by_row or endpoint.answer)(inputs)
             # Choose the thread by the larger of request and answer: e.g. a critic's values are
             # larger than the request.
@@ -195,7 +208,7 @@ class KServe:
             return answer
         counts.count("success" if answer.status == 200 else "fail", rows, begun_ns)
         seconds = (time.monotonic_ns() - begun_ns) / 1e9
-        self._count_request(f"/v2/models/{endpoint.name}/infer", answer.status, seconds)
+        self._count_request(_route_of(endpoint), answer.status, seconds)
         return answer
 
     def _describe_counts(self, name: str) -> dict[str, Any]:
@@ -213,6 +226,11 @@ class KServe:
             "inference_stats": {**measured, **{phase: {"count": 0, "ns": 0} for phase in _PHASES}},
             "batch_stats": [],
         }
+
+
+def _route_of(endpoint: Endpoint) -> str:
+    """Return the path under which metrics list the inference requests of an endpoint."""
+    return f"/v2/models/{endpoint.name}{_INFER}"
 
 
 def refuse(failure: RequestError) -> KServeAnswer:
@@ -379,10 +397,13 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
         )
 
 
-def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, bool] | None:
+def _requested_outputs(
+    endpoint: Endpoint, request: Mapping[str, Any], has_errors: bool
+) -> dict[str, bool] | None:
     """Map the name of each requested output to whether it is to be binary.
 
-    None if the request lists no outputs, which requests all of them.
+    None if the request lists no outputs, which requests all of them. ``has_errors`` is whether the
+    answer may have the output ``ERRORS``.
 
     Raises:
         ServingError: an output is unknown, or the list is malformed.
@@ -390,7 +411,7 @@ def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[s
     listed = request.get("outputs")
     if not listed:
         return None
-    names = [spec.name for spec in endpoint.outputs]
+    names = [*(spec.name for spec in endpoint.outputs), *[ERRORS] * has_errors]
     is_binary = _is_binary_by_default(request)
     try:
         requested = {

@@ -37,6 +37,10 @@ class HostedModels:
     def __iter__(self) -> Iterator[HostedModel]:
         return iter(self._models.values())
 
+    def find(self, name: str) -> HostedModel | None:
+        """Return the model of this name; None if there is none."""
+        return self._models.get(name)
+
     def __getitem__(self, name: str) -> HostedModel:
         """Return the model of this name; RequestError if there is none."""
         if name not in self._models:

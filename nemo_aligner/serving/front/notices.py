@@ -6,8 +6,10 @@ slime) never show the text of an error answer, so this log is the only place wit
 
 from __future__ import annotations
 
-# Maximum number of kinds that are logged, so that a scan of many paths does not fill the log.
-_MOST_KINDS = 100
+# Maximum number of unknown paths that are logged, so that a scan of many paths does not fill the
+# log. The other kinds need no limit: they are pairs of a route and a status.
+_MOST_UNKNOWN_PATHS = 20
+_REJECTED = "rejected (HTTP {})"
 
 
 class RequestNotices:
@@ -18,6 +20,7 @@ class RequestNotices:
 
     def __init__(self) -> None:
         self._noted: set[tuple[str, ...]] = set()
+        self._unknown_paths: set[str] = set()
 
     def note_template(self, path: str, row: int, fault: str) -> None:
         """Log that a sample (``row`` of a request to ``path``) is not in the model's chat template.
@@ -41,23 +44,30 @@ class RequestNotices:
         they happen.
 
         Args:
-            path: path of the request, or what else was rejected.
+            path: path of the route, or what else was rejected.
             status: HTTP status of the answer, or of the answer without ``refused_reward``.
             reason: the error message.
             refused_reward: the reward that the sample got instead of an error answer, if it did.
         """
         if not 400 <= status < 500 or not self._is_new(path, str(status)):
             return
-        outcome = f"rejected (HTTP {status})"
+        outcome = _REJECTED.format(status)
         if refused_reward is not None:
             outcome = f"a sample without a reward gets {refused_reward:g} (refused_reward)"
-        print(
-            f"Warning: {path}: {outcome}: {reason}. Further ones are not logged",
-            flush=True,
-        )
+        _warn(path, outcome, reason)
+
+    def note_unknown_path(self, path: str, reason: str) -> None:
+        """Log a request to a path that does not exist, once for each of the first such paths."""
+        if path not in self._unknown_paths and len(self._unknown_paths) < _MOST_UNKNOWN_PATHS:
+            self._unknown_paths.add(path)
+            _warn(path, _REJECTED.format(404), reason)
 
     def _is_new(self, *kind: str) -> bool:
-        if kind in self._noted or len(self._noted) >= _MOST_KINDS:
+        if kind in self._noted:
             return False
         self._noted.add(kind)
         return True
+
+
+def _warn(path: str, outcome: str, reason: str) -> None:
+    print(f"Warning: {path}: {outcome}: {reason}. Further ones are not logged", flush=True)

@@ -118,8 +118,7 @@ class RouteHandler:
         Raises:
             Exception: any failure, which the caller converts with ``public_failure``.
         """
-        request = await call_by_size(size, route.read, body)
-        check_num_rows(request, self._config)
+        request = await call_by_size(size, self._read_samples, route, body)
         if route.completes_turns:
             request, completed = await model.scoring.complete_turns(request)
             self._metrics.count_rows(model.name_route(route.path), "completed", completed)
@@ -137,6 +136,19 @@ class RouteHandler:
             if refusal.row is None or route.with_other_reply is None:
                 raise
             return await _blame(model, refusal, route.with_other_reply(body))
+
+    def _read_samples(self, route: Route[Any], body: Any) -> ScoreRequest:
+        """Read the samples of a body.
+
+        Raises:
+            RequestError: there are more rows than may ever be in flight.
+            ServingError: the samples cannot be scored.
+        """
+        if route.count_rows is not None:
+            check_num_rows(route.count_rows(body), self._config)
+        request = route.read(body)
+        check_num_rows(request.num_rows, self._config)
+        return request
 
     async def _score_rows(
         self, model: HostedModel, route: Route[Any], request: ScoreRequest

@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
@@ -22,7 +23,15 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, read_text
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Messages,
+    Text,
+    read_messages,
+    read_text,
+    with_principle,
+    with_tools,
+)
 from nemo_aligner.contract.readout import one_reward, weighted_components
 from nemo_aligner.serving.failures import (
     ALL_ROWS,
@@ -108,8 +117,6 @@ class Served:
     def one_reward(self, rewards: np.ndarray) -> list[float]:
         """Merge the A attributes of rewards ``[B, A]`` into one reward per row, by ``weights``.
 
-        A single attribute is returned unchanged.
-
         Raises:
             ServingError: A > 1, and the weights are not known.
         """
@@ -186,6 +193,8 @@ class Route(Generic[T]):
             reward for each sample.
         marks: names of fields that only this protocol has. They select this route if another
             protocol has an earlier route at the same ``path``.
+        count_rows: counts the samples that ``read`` would build from a body, without building them.
+            Needed if samples share a part of the body, so that they may be far larger than it.
     """
 
     path: str
@@ -200,6 +209,7 @@ class Route(Generic[T]):
     with_other_reply: Callable[[T], ScoreRequest] | None = None
     marks: tuple[str, ...] = ()
     takes_refused_reward: bool = False
+    count_rows: Callable[[T], int] | None = None
 
     def parse(self, body: bytes) -> T:
         """Parse the body of a request.
@@ -424,8 +434,32 @@ def conversation_of(value: Any, location: str) -> Text:
     Raises:
         ServingError: ``value`` is not a conversation.
     """
-    try:
+    with locate_errors(location):
         return read_conversation(value)
+
+
+def read_prompt(
+    messages: Sequence[Any], tools: Any = None, principle: Any = None
+) -> Messages | Conversation:
+    """Read a conversation without its reply; replies to it may share its messages and tools.
+
+    Raises:
+        DataError: a message, the tools or the principle are not valid.
+    """
+    prompt = with_principle(with_tools(read_messages(messages), tools), principle)
+    assert not isinstance(prompt, str)
+    return prompt
+
+
+@contextmanager
+def locate_errors(location: str) -> Iterator[None]:
+    """Convert a DataError to a ServingError that shows ``location``, the value's place in the body.
+
+    Raises:
+        ServingError: the ``with`` block raises DataError.
+    """
+    try:
+        yield
     except DataError as error:
         prefix = "" if str(error).startswith(f"{location}[") else f"{location}: "
         raise ServingError(f"{prefix}{error}") from error

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from nemo_aligner.contract.messages import Messages, Text
+from nemo_aligner.contract.messages import Conversation, Messages, Text, messages_of
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
@@ -47,10 +47,17 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     as_json,
     conversation_of,
+    locate_errors,
     parse_body,
+    read_prompt,
     refuse_with_detail,
 )
-from nemo_aligner.serving.protocols.responses_api import merge_assistant_turns, turns_of
+from nemo_aligner.serving.protocols.responses_api import (
+    append_turns,
+    check_copies,
+    merge_assistant_turns,
+    turns_of,
+)
 from nemo_aligner.serving.protocols.rewards import list_parts
 from nemo_aligner.utils.errors import ServingError
 
@@ -307,28 +314,33 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
     Raises:
         ServingError: an item is not text, or the conversation is at fault, whatever the reply.
     """
-    prompt = turns_of(body.conversation_history, "conversation_history")
+    history = turns_of(body.conversation_history, "conversation_history")
+    with locate_errors("conversation_history"):
+        prompt = read_prompt(merge_assistant_turns(history), principle=body.principle)
+    check_copies(messages_of(prompt), count_replies(body))
     texts: list[Text] = []
     refused: dict[int, str] = {}
     for number, response in enumerate(body.response_objs):
         location = f"response_objs.{number}"
         reply = turns_of(response.output, f"{location}.output")
         try:
-            texts.append(_append_reply(prompt, reply, body.principle, location))
+            texts.append(_append_reply(prompt, reply, location))
         except ServingError as error:
             refused[number] = str(error)
-    if refused:
-        _append_reply(prompt, _OTHER_REPLY, body.principle, "conversation_history")
     return ScoreRequest(texts=texts, refused=refused)
 
 
-def _append_reply(prompt: Messages, reply: Messages, principle: str | None, location: str) -> Text:
+def count_replies(body: CompareRequest) -> int:
+    """Count the conversations that ``read_compare`` would build."""
+    return len(body.response_objs)
+
+
+def _append_reply(prompt: Messages | Conversation, reply: Messages, location: str) -> Text:
     if not reply or reply[-1]["role"] != "assistant":
         raise ServingError(
             f"{location}.output: got no message of the assistant at its end, wanted the reply"
         )
-    turns = merge_assistant_turns([*prompt, *reply])
-    return conversation_of({"messages": turns, "principle": principle}, location)
+    return append_turns(prompt, reply, location)
 
 
 def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -373,6 +385,7 @@ ROUTES: list[Route[Any]] = [
         answer_compare,
         refuse_with_detail,
         takes_refused_reward=True,
+        count_rows=count_replies,
     ),
 ]
 

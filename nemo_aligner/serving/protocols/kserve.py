@@ -110,7 +110,7 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("outputs", np.float32, (-1,)),
     TensorSpec("steps", bytes, (1,)),
 )
-_ERRORS = "errors"
+ERRORS = "errors"
 # The prefix of all routes of one of several models.
 _MODEL_PATH = re.compile(r"/models/(?P<name>[^/]+)(?=/)")
 OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
@@ -188,7 +188,7 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
             numbers = values if spec.dtype is np.float32 else np.nan_to_num(values)
             outputs[spec.name] = np.asarray(numbers, dtype=spec.dtype).reshape(rows, -1)
     if scored.errors:
-        outputs[_ERRORS] = _bytes_column(scored.errors.get(row, "").encode() for row in range(rows))
+        outputs[ERRORS] = _bytes_column(scored.errors.get(row, "").encode() for row in range(rows))
     return outputs
 
 
@@ -203,7 +203,7 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
             optional[spec.name] = _decode_steps(values)
         elif values is not None and spec.shape == (1,):  # one number per row: sent as [B, 1]
             optional[spec.name] = values.reshape(-1)
-    errors = map(_decode_bytes, outputs.get(_ERRORS, np.zeros(0, np.object_)).reshape(-1))
+    errors = map(_decode_bytes, outputs.get(ERRORS, np.zeros(0, np.object_)).reshape(-1))
     return ScoredRows(
         rewards,
         {row: reason for row, reason in enumerate(errors) if reason},

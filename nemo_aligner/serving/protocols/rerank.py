@@ -26,7 +26,6 @@ from nemo_aligner.serving.protocols.base import (
     Rows,
     Served,
     as_json,
-    conversation_of,
     refuse_other_samples,
     text_of,
 )
@@ -82,11 +81,13 @@ def read(body: DocumentsRequest) -> ScoreRequest:
         _read_content(document, f"documents.{row}") for row, document in enumerate(body.documents)
     ]
     return ScoreRequest(
-        texts=[
-            conversation_of([query, {"role": "assistant", "content": reply}], f"documents.{row}")
-            for row, reply in enumerate(replies)
-        ]
+        texts=[[query, {"role": "assistant", "content": reply}] for reply in replies]
     )
+
+
+def count_rows(body: DocumentsRequest) -> int:
+    """Count the conversations that ``read`` would build."""
+    return len(body.documents)
 
 
 def _read_content(value: str | dict[str, Any], location: str) -> str:
@@ -133,7 +134,7 @@ def refuse(failure: RequestError, body: DocumentsRequest | None) -> HttpAnswer:
 
 def _make_route(path: str, summary: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
     types = (DocumentsRequest, DocumentsResponse)
-    return Route(path, summary, *types, read, answer, refuse, marks=marks)
+    return Route(path, summary, *types, read, answer, refuse, marks=marks, count_rows=count_rows)
 
 
 ROUTES = [

@@ -6,10 +6,21 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from nemo_aligner.contract.messages import Message, Messages
-from nemo_aligner.serving.protocols.base import as_json, text_of
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Message,
+    Messages,
+    messages_of,
+    read_messages,
+    with_messages,
+)
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols.base import as_json, locate_errors, text_of
 from nemo_aligner.utils.errors import ServingError
 
+# Maximum number of elements that the conversations of one request copy from their common prompt:
+# pointers to messages and calls, and characters.
+_MOST_COPIED = 2**24
 _ROLES = {"developer": "system"}  # the Responses API's name for the system role
 
 
@@ -71,3 +82,42 @@ def _merge_turns(run: Messages) -> Message:
     calls = [call for turn in run for call in turn.get("tool_calls", ())]
     message = {"role": "assistant", "content": "".join(contents) if contents else None}
     return {**message, "tool_calls": calls} if calls else message
+
+
+def check_copies(prompt: Messages, num_replies: int) -> None:
+    """Check that the copies of the prompt, one for each reply, are not far larger than the request.
+
+    A copy has a pointer to each message. If the prompt ends with the assistant's turn, it also has
+    the text and calls of this turn, which each reply continues.
+
+    Raises:
+        RequestError: the copies are too large.
+    """
+    size = len(prompt)
+    if prompt and prompt[-1]["role"] == "assistant":
+        size += len(prompt[-1]["content"] or "") + len(prompt[-1].get("tool_calls", ()))
+    if size * num_replies > _MOST_COPIED:
+        raise RequestError(
+            f"response_objs: got {num_replies} replies to a conversation_history of {len(prompt)} "
+            "turns, which is too long to be copied for each reply. Send fewer replies per request",
+            FailureKind.too_large,
+        )
+
+
+def append_turns(
+    prompt: Messages | Conversation, reply: Messages, location: str
+) -> Messages | Conversation:
+    """Append the turns of a reply to a prompt in the normal form, and share the prompt's messages.
+
+    Raises:
+        ServingError: a turn is not valid; the message begins with ``location``.
+    """
+    messages = messages_of(prompt)
+    turns_of_reply = merge_assistant_turns(reply)
+    # The first turn of the reply continues the prompt's last turn if both are the assistant's.
+    continues = bool(messages) and messages[-1]["role"] == turns_of_reply[0]["role"] == "assistant"
+    with locate_errors(location):
+        turns = read_messages(turns_of_reply, len(messages) - continues)
+    # Both are in the normal form, so merging keeps them in it.
+    ending = merge_assistant_turns([*messages[-1:], *turns])
+    return with_messages(prompt, [*messages[:-1], *ending])

@@ -33,7 +33,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
-from nemo_aligner.contract.principles import add_principles
+from nemo_aligner.contract.messages import Text, attach_principle
+from nemo_aligner.contract.principles import list_principles
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
 from nemo_aligner.serving.protocols.base import (
@@ -79,7 +80,7 @@ RewardConversation = Annotated[
 ]
 
 
-# ``add_principles`` checks it: pydantic would report a bad entry once for each type of the union.
+# ``list_principles`` checks it: pydantic would report a bad entry once for each type of the union.
 RewardPrinciple = Annotated[
     Any,
     WithJsonSchema(
@@ -181,37 +182,49 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    # An unreadable conversation becomes an error of its row; the others are still scored.
-    texts, refused = [], {}
-    for row, conversation in enumerate(_list_conversations(body)):
-        try:
-            texts.append(read_conversation(conversation))
-        except DataError as error:
-            refused[row] = str(error)
-    return ScoreRequest(texts=texts, refused=refused)
+    return _read_conversations(body)
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value and "messages" not in value
 
 
-def _list_conversations(body: RewardsRequest) -> list[Any]:
-    """List the conversations of a request, each once for each of its principles.
+def count_rows(body: RewardsRequest) -> int:
+    """Count the rows that ``read`` would build: K for a conversation with K principles."""
+    if isinstance(body.principle, list):
+        return sum(len(entry) if isinstance(entry, list) else 1 for entry in body.principle)
+    return len(body.texts or body.conversations or body.tokens or ())
+
+
+def _read_conversations(body: RewardsRequest) -> ScoreRequest:
+    """Read each conversation once; the rows of its principles share its messages.
+
+    An unreadable conversation becomes an error of its rows; the others are still scored.
 
     Raises:
         ServingError: ``principle`` does not fit the conversations.
         RequestError: the rows are too many.
     """
+    check_row_count(count_rows(body))
     conversations = body.conversations or []
-    if body.principle is None:
-        return conversations
-    if isinstance(body.principle, list):
-        counts = (len(entry) if isinstance(entry, list) else 1 for entry in body.principle)
-        check_row_count(sum(counts))
     try:
-        return add_principles(conversations, body.principle)
+        principles = list_principles(body.principle, len(conversations))
     except DataError as error:
         raise ServingError(str(error)) from error
+    texts: list[Text] = []
+    refused: dict[int, str] = {}
+    for number, conversation in enumerate(conversations):
+        try:
+            text = read_conversation(conversation)
+        except DataError as error:
+            row = len(texts) + len(refused)
+            refused |= dict.fromkeys(range(row, row + len(principles[number])), str(error))
+            continue
+        try:
+            texts += [attach_principle(text, principle) for principle in principles[number]]
+        except DataError as error:
+            raise ServingError(f"row {number}: {error}") from error
+    return ScoreRequest(texts=texts, refused=refused)
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -300,5 +313,6 @@ ROUTES = [
         answer,
         refuse,
         sets_rows_aside=True,
+        count_rows=count_rows,
     )
 ]

@@ -31,7 +31,12 @@ from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import (
+    Text,
+    messages_of,
+    read_messages,
+    with_messages,
+)
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
@@ -44,6 +49,8 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     as_json,
     conversation_of,
+    locate_errors,
+    read_prompt,
     refuse_other_samples,
 )
 from nemo_aligner.utils.errors import ServingError
@@ -226,14 +233,35 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
             f"{' and '.join(names)}: got {len(first)} and {len(second)} texts, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
-    prompts = first * len(second) if len(first) == 1 else first
+    return ScoreRequest(texts=_pair_up(first, second, body.tools, " and ".join(names)))
+
+
+def count_pairs(body: PairsRequest) -> int:
+    """Count the pairs that ``read_pairs`` would build."""
+    fields = dict(body)
+    sides = [fields.get(name) for pair in _PAIRS for name in pair]
+    return max(len(side) if isinstance(side, list) else 1 for side in sides)
+
+
+def _pair_up(first: list[Any], second: list[Any], tools: Any, location: str) -> list[Text]:
+    """Build a conversation for each reply in ``second``, with the only prompt or each its own.
+
+    Pairs share the tools and the only prompt, which are read once.
+    """
+    users = [{"role": "user", "content": side} for side in first]
+    replies = [{"role": "assistant", "content": side} for side in second]
+    pairs = [[reply] for reply in replies]
+    if len(users) > 1:
+        pairs = [[user, reply] for user, reply in zip(users, replies, strict=True)]
+        users = []
+    with locate_errors(location):
+        shared = read_prompt(users, tools)
     texts: list[Text] = []
-    for number, (prompt, reply) in enumerate(zip(prompts, second, strict=True)):
-        sides = {"user": prompt, "assistant": reply}
-        messages = [{"role": role, "content": side} for role, side in sides.items()]
-        conversation = {"messages": messages, "tools": body.tools}
-        texts.append(conversation_of(conversation, f"{' and '.join(names)}, pair {number}"))
-    return ScoreRequest(texts=texts)
+    for number, pair in enumerate(pairs):
+        with locate_errors(f"{location}, pair {number}"):
+            turns = read_messages(pair, len(users))
+        texts.append(with_messages(shared, [*messages_of(shared), *turns]))
+    return texts
 
 
 def _read_contents(value: Any, name: str) -> list[Any]:
@@ -398,6 +426,7 @@ ROUTES: list[Route[Any]] = [
             read_pairs,
             answer_pairs,
             refuse,
+            count_rows=count_pairs,
         )
         for path in ("/score", "/v1/score")
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +104,25 @@ def test_critic_client_encodes_a_request_when_it_is_sent_and_fits_it_to_a_restar
         assert [rows for _, rows in critic.asked[3:]] == [4, 3, 1]
 
 
+def test_critic_client_sends_nothing_more_once_a_part_has_failed(
+    critic: MisbehavingCritic,
+) -> None:
+    def post(path: str, body: bytes, headers: Any) -> Answer:
+        header = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+        _, width = next(entry["shape"] for entry in header["inputs"] if entry["name"] == "tokens")
+        critic.asked.append(width)
+        return (400, {"error": "no"}) if width == 1 else (503, {"error": "full; retry after 0.1 s"})
+
+    critic._post = post  # type: ignore[method-assign]
+    critic.limit = 1
+    with RewardCriticClient(critic.url) as client:
+        assert "no" in seconds(client.infer, [[1], [2, 3]])[1]
+        time.sleep(0.05)  # for requests that are on their way
+        critic.asked.clear()
+        time.sleep(0.4)
+    assert critic.asked == []
+
+
 def test_critic_client_asks_a_server_of_rewards_where_there_is_one(
     critic: MisbehavingCritic, lone: Misbehaving
 ) -> None:
@@ -112,6 +133,27 @@ def test_critic_client_asks_a_server_of_rewards_where_there_is_one(
         found = client.infer([[5, 6]])
     assert found.rewards is not None
     assert (found.rewards.tolist(), [row.tolist() for row in found.values]) == ([7], [[0.5, 1.5]])
+
+
+def test_critic_client_weighs_the_one_attribute_of_a_server_of_rewards(
+    critic: MisbehavingCritic, lone: Misbehaving
+) -> None:
+    critic.said = answer(output("values", "FP32", [1, 1], [0.5]))
+    lone.contract = replace(
+        lone.contract, attributes=("harm",), attribute_weights=(-1.0,), label_means=(0.0,)
+    )
+    rewards = output("rewards", "FP32", [1, 1], [7.0])
+    hashes = output("contract_hash", "BYTES", [1, 1], [lone.contract.hash])
+    publish = lone._post
+
+    def post(path: str, body: bytes, headers: Any) -> Answer:
+        return publish(path, body, headers) if "/contract/" in path else answer(rewards, hashes)
+
+    lone._post = post  # type: ignore[method-assign]
+    with RewardCriticClient(critic.url, reward_url=lone.url) as client:
+        found = client.infer([[5]]).rewards
+    assert found is not None
+    assert found.tolist() == [-7]
 
 
 def test_critic_client_sends_once_what_changes_a_critic_though_its_answer_is_lost(

@@ -164,14 +164,18 @@ def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
 
 
 def test_client_comes_again_after_trouble_until_it_has_its_reward(
-    lone: Misbehaving, caplog: pytest.LogCaptureFixture
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a full server as long as that asks, and retries at once after a lost answer."""
-    full, fuller = ((503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4))
+    """It waits for a full server as that asks, up to a limit, and retries a lost answer at once."""
+    monkeypatch.setattr("nemo_aligner.serving.client.server._LONGEST_RETRY_AFTER_S", 0.4)
+    full, fuller, fullest = (
+        (503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4, 480_000)
+    )
     begun = Die(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
     cases: list[tuple[list[Any], dict[str, float], float]] = [
         ([full, full], {"retry_s": 0}, 0.6),
         ([Die(), fuller], {"retry_s": 0.3, "timeout_s": 5}, 0.4),
+        ([Die(), fullest], {"timeout_s": 5}, 0.4),
         ([Die(), Die()], {}, 0),
         ([begun, begun], {}, 0),
     ]
@@ -510,8 +514,8 @@ def test_turns_of_a_dialogue_go_to_the_server_that_had_its_beginning(
     more = [{"role": "user", "content": "and then?"}, reply]
     with RewardClient(urls) as client, RewardClient(urls) as another:
         for messages in opening:
-            for asking, turns in ((client, [reply]), (another, [reply, *more])):
-                asking.score([messages + turns])
+            client.score([[*messages, reply]])
+            another.score([{"messages": [*messages, reply, *more]}])
         homes = [_servers_asked(servers, f'question {n}"') for n in range(12)]
         assert {len(home) for home in homes} == {1}
         assert len(set.union(*homes)) > 1
@@ -611,6 +615,58 @@ def test_server_that_hangs_delays_neither_the_first_reward_nor_a_probe(
     assert states == {silent_url: "no answer within 0.3 s", lone.url: None}
     assert counts[silent_url] is None
     assert counts[lone.url] is not None
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_server_that_a_probe_finds_unready_gets_no_requests_until_it_is_ready(
+    servers: list[Misbehaving], is_full: bool
+) -> None:
+    unready, other = (server.come() for server in servers[:2])
+    if is_full:
+        unready.answer = troubled([(503, {"error": "full; retry after 60 s"})])
+
+    async def ask() -> dict[str, str | None]:
+        client = RewardClient([unready.url, other.url], in_callers_loop=True)
+        await client.score_async(["a"])
+        unready.not_ready = 503, b""
+        states = await client.probe_async()
+        unready.asked.clear()
+        for _ in range(8):
+            await asyncio.sleep(0.05)  # in all longer than the pause after a failure
+            await client.score_async(["a"])
+        assert unready.asked == []
+        unready.not_ready = None
+        start = time.monotonic()
+        while not unready.asked:
+            await client.score_async(["a"])
+            assert time.monotonic() - start < 10
+        await client.aclose()
+        return states
+
+    reason = "reward_model is not ready: HTTP 503"
+    assert asyncio.run(ask()) == {unready.url: reason, other.url: None}
+
+
+def test_limit_of_rows_is_that_of_the_server_that_was_just_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that is lost a moment later takes the limit away."""
+
+    async def read() -> tuple[int, int]:
+        pool = ServerPool(["http://a"], "reward_model", ContractCheck(None), 0, 5, 4, None, 9.0)
+        (server,) = pool._servers
+        server.limit = 4
+
+        async def choose(*arguments: object) -> Any:
+            asyncio.get_running_loop().call_soon(server.leave_out, "it is lost")
+            return server
+
+        monkeypatch.setattr(pool, "_choose", choose)
+        limits = await pool.limit()
+        await pool.close()
+        return limits
+
+    assert asyncio.run(read()) == (4, 1)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from functools import partial
@@ -14,7 +15,7 @@ from nemo_aligner.serving.client.partial_requests import split_texts, split_toke
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
 from tests.serving.client.misbehaving import Misbehaving, eventually, output, refuse, seconds
-from tests.serving.fake_server import CONTRACT
+from tests.serving.fake_server import CONTRACT, total
 
 # A server's message when Triton answers, which has no status 413.
 TOO_LARGE = (
@@ -142,6 +143,16 @@ def test_refused_rows_are_those_that_cannot_be_sent(lone: Misbehaving) -> None:
         assert [*scored.errors] == [1, 2, 3]
         assert all(why.startswith("it cannot be sent: ") for why in scored.errors.values())
         assert scored.rewards[0, 0] == 97
+
+
+def test_malformed_sample_is_left_to_the_servers(servers: list[Misbehaving]) -> None:
+    """With several servers, the client reads the beginning of a sample."""
+    samples: list[Any] = [5, None, {"messages": None}, {"messages": {}}, {"role": "assistant"}]
+    with RewardClient([server.come().url for server in servers[:2]]) as client:
+        for sample in samples[:-1]:
+            assert client.score_rows([sample]).rewards[0, 0] == total(json.dumps(sample))
+        with pytest.raises(TypeError, match="got the messages of one text"):
+            client.score_rows(samples[-1:])
 
 
 def test_refused_for_its_size_a_request_is_sent_in_parts(lone: Misbehaving) -> None:

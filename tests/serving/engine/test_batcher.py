@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nemo_aligner.serving import backpressure
 from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.meter import Meter
@@ -296,6 +299,34 @@ def test_request_without_rows_tells_nothing_about_the_rate_of_a_full_queue() -> 
         with full as refusal, limit.admit(1):
             pass
         assert (refusal.value.kind, refusal.value.retry_after_s) == (FailureKind.busy, 1)
+
+
+def test_wait_for_a_full_queue_follows_the_rows_over_time_and_ends_in_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lone row that took a minute does not mean that a thousand take hours."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(backpressure, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    limit = BackpressureLimit(1000, "gateway.max_queue_rows", "judged")
+
+    def wait_if_full(seconds: float) -> Any:
+        """Return how long a row is told to wait behind 1000 rows, which take ``seconds``."""
+        with limit.admit(1000):
+            with pytest.raises(RequestError) as refusal, limit.admit(1):
+                pass
+            clock.now += seconds
+        return refusal.value.retry_after_s
+
+    with limit.admit(1):
+        clock.now += 60
+    assert wait_if_full(seconds=10) == 30
+    assert wait_if_full(seconds=10) == 15
+    clock.now += 9999  # idle
+    assert wait_if_full(seconds=10) == 10
+    with suppress(KeyError), limit.admit(1):
+        clock.now += 99999
+        raise KeyError
+    assert wait_if_full(seconds=10) == 30
 
 
 def test_a_close_scores_what_waits_and_refuses_what_comes(model):

@@ -6,13 +6,17 @@ import json
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_aligner.serving.engine import executor as ranks_module
+from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostError
+from nemo_aligner.serving.engine.meter import Meter
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.running_calls import LongOperation, RunningCalls
 from nemo_aligner.utils.errors import CheckpointError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
@@ -197,6 +201,26 @@ def test_two_ranks_begin_a_call_while_their_devices_compute_the_one_before(pairs
     failure = "only some ranks could launch: rank 1: RuntimeError: rank 1\ncannot"
     assert apart["leader"] == {"found": [failure, failure], "failure": failure}
     assert apart["codes"] == [0, 1]
+
+
+def test_call_of_a_batcher_does_not_last_while_it_waits_for_another_operation() -> None:
+    ranks, meter = ModelRanks({"train": LongOperation(time.sleep), "score": _score_rows}), Meter()
+    with led(ranks):
+        ranks.submit("train", 0.3)
+        batcher = Batcher(partial(ranks.submit, "score"), 8, meter, clock=ranks.clock)
+        (rewards,) = batcher.submit([Row.of([1, 2])]).result(30)
+        batcher.close()
+    ranks.stop()
+    assert rewards == [3]
+    counted = meter.statistics()
+    assert counted["queue_seconds"] >= 0.25
+    assert counted["forward_seconds"] < 0.1
+    # The next requests must not be waited for as after a call of 0.3 s.
+    assert batcher._last_seconds < 0.1
+
+
+def _score_rows(rows: list[Row]) -> list[np.ndarray]:
+    return [np.array([row.ids.sum()]) for row in rows]
 
 
 def test_one_rank_begins_what_waits_while_its_device_computes() -> None:

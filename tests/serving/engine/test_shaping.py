@@ -29,6 +29,7 @@ ONE = dataclasses.replace(
     reward_model_type="binary_ranking",
 )
 TWO = dataclasses.replace(CONTRACT, attributes=("help", "length"), attribute_weights=(1.0, 1.0))
+HARM = dataclasses.replace(ONE, attribute_weights=(-1.0,), reward_model_type="regression")
 RAW = np.array([[1.0], [-2.0], [4.0]], dtype=np.float32)
 
 
@@ -250,8 +251,9 @@ def test_shaping_that_does_not_fit_the_model_or_means_nothing_is_refused() -> No
         (constant, unmeasured, "of 0"),
         (TWO, one_for_two, "got 1 numbers, wanted 2"),
         (TWO, {"attribute_weights": {"kind": 1.0}}, "got kind, wanted attributes"),
-        (TWO, {"length_penalty": 0.5}, "length_penalty: the model has 2 attributes"),
-        (TWO, {"threshold": 0.0}, "threshold: the model has 2 attributes"),
+        (TWO, {"length_penalty": 0.5}, "length_penalty: the model has the attribute weights {"),
+        (TWO, {"threshold": 0.0}, "threshold: the model has the attribute weights"),
+        (HARM, {"length_penalty": 0.5}, "attribute weights {'reward': -1.0}, wanted one reward"),
         (None, {"clip": [1.0]}, "shaping.clip: got [1.0], wanted [low, high]"),
         (None, {"clip": [2.0, 1.0]}, "shaping.clip"),
         (None, {"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),

@@ -118,6 +118,39 @@ def test_steps_that_code_in_c_holds_are_answered_and_the_job_of_a_caller_that_le
     wait_until(lambda: alive() == 0)
 
 
+def test_step_whose_caller_left_runs_to_its_end_if_it_must_not_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timed_threads, "_WATCH_SECS", 0.02)
+    begun, ended, order = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        begun.set()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        order.append("released")
+
+    def work(run_step: RunStep) -> None:
+        try:
+            run_step(hold)
+            run_step(order.append, "next step")
+        finally:
+            ended.set()
+
+    async def scenario() -> None:
+        threads = TimedThreads(1, "timed", 30.0, "too slow", interrupts_abandoned=False)
+        leaving = asyncio.ensure_future(threads.run(work))
+        assert await asyncio.to_thread(begun.wait, 30)
+        leaving.cancel()
+        assert await asyncio.to_thread(ended.wait, 30)
+        threads.close()
+
+    asyncio.run(scenario())
+    assert order == ["released"]
+    wait_until(lambda: alive() == 0)
+
+
 def test_job_that_ends_while_it_is_watched_leaves_the_pool_as_large_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -283,6 +283,24 @@ def test_gateway_answers_a_body_that_is_too_large_with_a_413() -> None:
     assert client.asked == []
 
 
+def test_rows_are_counted_before_samples_are_built() -> None:
+    """Samples that share a part of the body may be far larger than it."""
+    image, replies = {"content": [{"type": "image_url"}]}, ["a"] * 4
+    outputs = [{"output": []}] * 4
+    bodies: dict[str, Any] = {
+        "/score": {"queries": image, "documents": replies},
+        "/v1/score": {"text_1": image, "text_2": replies},
+        "/v1/rerank": {"query": image, "documents": replies},
+        "/compare": {"conversation_history": [image], "response_objs": outputs},
+        "/v1/rewards": {"conversations": [[], []], "principle": [None, [5, 5, 5]]},
+    }
+    for path, body in bodies.items():
+        answer = call(make(max_queue_rows=3), path, body)
+        found = (answer.status, "got 4 rows in a request, wanted at most 3" in message(answer))
+        assert found == (413, True), (path, answer.body)
+        assert call(make(max_queue_rows=4), path, body).status == 400, path
+
+
 def test_gateway_with_a_token_answers_nothing_but_health_without_it() -> None:
     """test_tokens.py tests which headers carry the token."""
     client = FakeClient()

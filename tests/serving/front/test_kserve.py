@@ -151,6 +151,18 @@ def test_a_probe_of_one_row_is_counted_nowhere() -> None:
         assert client.probes == 1
 
 
+def test_reasons_of_rejected_rows_are_an_output_that_can_be_requested() -> None:
+    tensor = {"name": "sentences", "shape": [2, 1], "datatype": "BYTES", "data": ["ab", ""]}
+    body = {"inputs": [tensor], "outputs": [{"name": "rewards"}, {"name": "errors"}]}
+    app, path = gateway_front(FakeClient()), "/v2/models/reward_model/infer"
+    answer = call(app, path, {**body, "parameters": {"row_errors": True}}).json
+    outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert outputs["errors"] == ["", "the text is empty"]
+    assert outputs["rewards"] == [total("ab"), -total("ab"), None, None]
+    # Without the parameter there is no such output.
+    assert "unknown output 'errors'" in call(app, path, body).json["error"]
+
+
 @pytest.mark.parametrize("packing", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("is_binary", [True, False])
 def test_tritonclient_gets_the_same_rewards_by_every_form(

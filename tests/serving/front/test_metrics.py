@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.gateway_calls import FakeClient, call, make
+from tests.serving.gateway_calls import GOOD, FakeClient, call, front_of_models, make
 
 
 def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> None:
@@ -54,3 +56,30 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
         'server_waiting_rows{backend="http://one"}': 3,
     }
     assert {name: float(values[prefix + name]) for name in expected} == expected
+
+
+def test_requests_that_are_rejected_unread_are_counted_for_their_model() -> None:
+    app = front_of_models({"reward_model": FakeClient(), "harmless": FakeClient()}, "s3cret")
+    bearer, infer = {"Authorization": "Bearer s3cret"}, "/v2/models/reward_model/infer"
+    large = {**bearer, "Content-Length": str(2**30)}
+    for prefix in ("", "/models/harmless", "/models/x"):
+        call(app, f"{prefix}/v1/rewards", GOOD["/v1/rewards"])
+        call(app, f"{prefix}{infer}", b"{}")
+    call(app, infer, b"{}", large)
+    call(app, f"/models/harmless{infer}", b"{}", {**bearer, "Content-Encoding": "br"})
+    # Paths that have no endpoint are not counted.
+    for path in ("/v2/models/x/infer", "/v2/models/reward_model/versions/2/infer", "/v2/x"):
+        call(app, path, b"{}")
+        call(app, path, b"{}", large)
+    text = call(app, "/metrics", headers=bearer).body.decode()
+    counted = re.findall(
+        r'^nemo_aligner_http_requests_total{route="(.*)",status="(.*)"} 1', text, re.M
+    )
+    assert sorted(counted) == [
+        ("/models/harmless/v1/rewards", "401"),
+        (f"/models/harmless{infer}", "400"),
+        (f"/models/harmless{infer}", "401"),
+        ("/v1/rewards", "401"),
+        (infer, "401"),
+        (infer, "413"),
+    ]

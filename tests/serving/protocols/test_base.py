@@ -30,7 +30,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
 def test_one_reward_of_several_attributes_is_added_by_the_contracts_weights() -> None:
-    one = Served("reward_model", ("reward",), (0.5,))
+    one = Served("reward_model", ("reward",), (1.0,))
     assert one.one_reward(TWO[:, :1]) == [float(np.float32(0.1)), 2.0]  # unchanged
     wanted = [float(np.float32(np.float64(TWO[0, 0]) + TWO[0, 1] / 2)), 0.0]
     assert SERVED.one_reward(TWO) == wanted

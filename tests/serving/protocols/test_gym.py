@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import responses_api
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES, answer_aggregate
 from nemo_aligner.utils.errors import ServingError
@@ -349,6 +350,27 @@ def test_compare_scores_each_reply_to_the_conversation_alone() -> None:
             "truncated_rate": 0.0,
         },
     }
+
+
+def test_replies_share_the_messages_of_their_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    body = comparison(said("b"), call, said("c"))
+    body["conversation_history"] += [said("I ask."), call]
+    texts = COMPARE.read(parsed(COMPARE, body)).texts or []
+    assert len({id(turn) for text in texts for turn in text[:2]}) == 2
+    # Each reply continues the last turn, whose call is read only once.
+    assert [turn["content"] for *_, turn in texts] == ["I ask.b", "I ask.", "I ask.c"]
+    assert [len(turn["tool_calls"]) for *_, turn in texts] == [1, 2, 1]
+    assert len({id(turn["tool_calls"][0]) for *_, turn in texts}) == 1
+    # The lists of messages, and the last turn, are not shared: 3 turns, 6 characters, 1 call.
+    monkeypatch.setattr(responses_api, "_MOST_COPIED", 3 * 10)
+    COMPARE.read(parsed(COMPARE, body))
+    monkeypatch.setattr(responses_api, "_MOST_COPIED", 3 * 10 - 1)
+    with pytest.raises(RequestError, match=r"got 3 replies to a .*history of 3 turns") as caught:
+        COMPARE.read(parsed(COMPARE, body))
+    assert caught.value.kind is FailureKind.too_large
 
 
 def test_principle_goes_with_every_reply() -> None:

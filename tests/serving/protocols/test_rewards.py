@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("pydantic")
-from nemo_aligner.contract.messages import principle_of
+from nemo_aligner.contract.messages import messages_of, principle_of
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols.rewards import ROUTES
 from tests.harness import tiny
@@ -41,6 +41,17 @@ def test_principle_is_of_all_or_of_each_conversation_and_several_make_several_ro
     body = {"conversations": [FIRST, [{}], SECOND], "principle": [["a", "b"], "c", None]}
     request = ROUTE.read(parsed(ROUTE, body))
     assert (len(request.texts or ()), [*request.refused]) == (3, [2])
+    body = {"conversations": [FIRST, "a", SECOND], "principle": [None, ["a", "b"], "c"]}
+    request = ROUTE.read(parsed(ROUTE, body))
+    assert (len(request.texts or ()), [*request.refused]) == (2, [1, 2])
+
+
+def test_rows_of_a_conversation_share_its_messages() -> None:
+    parts = [{"type": "text", "text": "why"}]
+    conversation = [{"role": "user", "content": parts}, *FIRST[1:]]
+    body = {"conversations": [conversation], "principle": [["a", "b", None]]}
+    texts = ROUTE.read(parsed(ROUTE, body)).texts or []
+    assert len({id(messages_of(text)) for text in texts}) == 1
 
 
 def test_principle_that_does_not_fit_the_request_is_refused() -> None:
@@ -53,7 +64,6 @@ def test_principle_that_does_not_fit_the_request_is_refused() -> None:
         ({"texts": ["a"], "principle": "kind"}, "principle: got a principle with texts"),
         ({"tokens": [[1]], "principle": "kind"}, "principle: got a principle with tokens"),
         ({**own, "principle": "true"}, "row 0: principle: got 'true' for a sample with the"),
-        ({"conversations": ["a"], "principle": "kind"}, "row 0: principle: .*raw text"),
     ]
     assert not not_refused(lambda body: ROUTE.read(parsed(ROUTE, body)), wrong)
     flat = "conversations is a list of conversations, each a list of messages"

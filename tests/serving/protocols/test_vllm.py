@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
-from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.messages import Conversation, messages_of
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest, StepRewards, rerank, sglang
 from nemo_aligner.serving.protocols.base import Served
@@ -89,6 +89,19 @@ def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
     assert read(SCORE, {**pair, "tools": json.dumps(tools)}).texts == [whole]
     assert isinstance(whole, Conversation)
     assert whole.tools == tools
+
+
+def test_pairs_share_their_prompt_and_tools() -> None:
+    """A body of a few KB would otherwise become millions of parts of messages."""
+    parts = {"content": [{"type": "text", "text": ""}] * 3}
+    body = {"tools": json.dumps([{"function": {"name": "f"}}]), "documents": ["a", "b"]}
+    texts = read(SCORE, {**body, "queries": parts}).texts or []
+    assert len({id(messages_of(text)[0]) for text in texts}) == 1
+    for queries in (parts, [parts, parts]):
+        conversations = read(SCORE, {**body, "queries": queries}).texts or []
+        assert len({id(text.tools) for text in conversations}) == 1  # type: ignore[union-attr]
+    documents = read(RERANK, {"query": "a", "documents": ["b", "c"]}).texts or []
+    assert len({id(messages_of(text)[0]) for text in documents}) == 1
 
 
 TOOLS = [{"role": "assistant", "content": "", "tool_calls": [{}]}]
