@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 LIBRARIES = (
     "numpy", "yaml", "omegaconf", "safetensors.torch", "torch", "torch.distributed.checkpoint",
-    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension",
+    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension", "torch._dynamo",
     "torch.utils.tensorboard", "transformers", "transformers.models.auto.tokenization_auto",
     "aiohttp", "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
