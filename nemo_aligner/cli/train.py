@@ -35,8 +35,9 @@ Train a reward model: from a base checkpoint and preference data to megatron_gpt
       model.data.data_prefix.train=pairs.jsonl \\
       exp_manager.explicit_log_dir=results/first
 
-The same command resumes a run that was stopped. On Ctrl-C and SIGTERM the run saves and stops. On
-SIGUSR1 it does the same with exit code 138, which tells a script to start the run again.
+The same command resumes a run that was stopped. On Ctrl-C, SIGTERM and SIGHUP (a closed terminal)
+the run saves and stops. On SIGUSR1 it does the same with exit code 138, which tells a script to
+start the run again.
 """
 
 
