@@ -130,7 +130,7 @@ def list_principles(principle: Principles, num_samples: int) -> list[list[str | 
 
     Raises:
         DataError: ``principle`` has another number of entries than there are samples, or an entry
-            has no principle or one that is not a string.
+            is an empty list or has a principle that is not a string.
     """
     if isinstance(principle, str | None):
         return [[read_principle(principle)]] * num_samples

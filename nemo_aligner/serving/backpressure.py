@@ -57,13 +57,17 @@ class BackpressureLimit:
                 seconds,
             )
         self.rows_in_flight += rows
-        num_answered = 0
+        begun = self._counted_until
+        is_answered = False
         try:
             yield
-            num_answered = rows
+            is_answered = True
         finally:
             self._count_time()
-            self._answered_rows += num_answered
+            if is_answered:
+                # The rows were answered evenly over the request's time, and have faded since.
+                time_constants = max((self._counted_until - begun) / _MEMORY_S, 1e-9)
+                self._answered_rows += rows * -math.expm1(-time_constants) / time_constants
             self.rows_in_flight -= rows
 
     def _count_time(self) -> None:

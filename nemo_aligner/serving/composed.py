@@ -250,7 +250,16 @@ class ComposedService(ScoringService):
         try:
             scored = await self._model.answer(replace(request, refused={}), aside, is_probe)
         except RequestError as error:
-            raise error.renumber(request.row_numbers) from error
+            renumbered = error.renumber(request.row_numbers)
+            if renumbered is error:
+                raise
+            raise renumbered from error
+        is_missing = ~np.isfinite(scored.rewards).all(axis=1)
+        is_missing[[*scored.errors]] = False
+        if is_missing.any():
+            row = request.row_numbers[int(np.argmax(is_missing))]
+            text = f"row {row}: the reward model gave a reward that is not finite, and no error"
+            raise RequestError(text, FailureKind.internal)
         if self._model.contract is not None:
             self._note_model(self._model.contract)
         return scored

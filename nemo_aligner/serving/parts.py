@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -31,7 +32,6 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
 from nemo_aligner.serving.engine.timed_threads import (
-    RunStep,
     ThreadsHangError,
     TimedThreads,
     TooSlowError,
@@ -106,7 +106,8 @@ def _prompt_key(sample: Text) -> str | None:
     prompt: Any = prompt_of(sample)
     if isinstance(sample, Conversation):
         prompt = [prompt, sample.tools, sample.documents, sample.principle]
-    return json.dumps(prompt, sort_keys=True)
+    # A digest, because thousands of samples may share a prompt of megabytes.
+    return blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class JudgePart:
@@ -302,12 +303,12 @@ class FunctionPart:
             return PartScores(np.zeros(0))
         self._counts["function_calls"] += 1
 
-        def call(run_step: RunStep) -> Sequence[float | None]:
+        def call() -> Sequence[float | None]:
             # Copied in this thread, because millions of messages would block the event loop.
-            return run_step(self._function, [*map(_as_record, samples)])
+            return self._function([*map(_as_record, samples)])
 
         try:
-            answer = await self._threads.run(call)
+            answer = await self._threads.run(lambda run_step: run_step(call))
             values = _read_values(answer, len(samples))
         except Exception as error:
             self._counts["function_failures"] += 1

@@ -57,6 +57,7 @@ class _Connections:
         self.train = connect([url], wire.TRAIN_NAME)
         self.save = connect([url], wire.SAVE_NAME)
         self.rewards = connect(reward_urls, kserve.MODEL_NAME) if reward_urls else None
+        self.attribute_weights: dict[str, tuple[float, ...]] = {}  # by the contract's hash
         pools = (self.infer, self.train, self.save, self.rewards)
         self._pools = [pool for pool in pools if pool is not None]
 
@@ -190,7 +191,7 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
     values = asyncio.ensure_future(_fetch_values(connections.infer, token_lists))
     if connections.rewards is None:
         return await values
-    rewards = asyncio.ensure_future(_fetch_rewards(connections.rewards, token_lists))
+    rewards = asyncio.ensure_future(_fetch_rewards(connections, connections.rewards, token_lists))
     try:
         await asyncio.gather(values, rewards)
     finally:  # if one of the two requests has failed, the other's answer is not needed
@@ -242,14 +243,20 @@ def _read_values(outputs: Tensors, server: str) -> CriticValues:
         ) from None
 
 
-async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
+async def _fetch_rewards(
+    connections: _Connections, pool: ServerPool, token_lists: list[Sequence[int]]
+) -> np.ndarray:
     """Fetch rewards ``[N]``: sums of the attributes, with the scoring contract's weights."""
     # PPO needs a reward for every sequence of a rollout, so one rejected sequence fails the call.
     split = partial(split_tokens, token_lists)
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
     if scored.contract_hash is None and scored.rewards.shape[1] == 1:
         return scored.rewards[:, 0]  # a server of NVIDIA's NeMo-Aligner, which publishes no weights
-    return one_reward(scored.rewards, (await pool.fetch_contract()).attribute_weights)
+    weights = connections.attribute_weights.get(scored.contract_hash or "")
+    if weights is None:
+        contract = await pool.fetch_contract()
+        weights = connections.attribute_weights[contract.hash] = contract.attribute_weights
+    return one_reward(scored.rewards, weights)
 
 
 async def _train_critic(connections: _Connections, rollout: Rollout) -> float:

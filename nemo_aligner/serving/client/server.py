@@ -269,6 +269,12 @@ class RemoteServer:
                 # requests before a handshake finds it ready.
                 reason = f"{self._model_name} is not ready: {error.message}"
                 raise UnavailableError(reason) from error
+            except RefusedError as error:
+                if error.status == 404 or _needs_correction(error):
+                    raise
+                # Triton answers 400 while it loads the model, as in a handshake.
+                reason = f"{self._model_name} is not ready: {error.message}"
+                raise UnavailableError(reason) from error
             await self._check_contract(PROBE_S)
 
         try:

@@ -313,8 +313,8 @@ class Batcher:
 
     def _measure(self, call: _Call) -> float:
         """Add an ended call to the statistics; return the seconds that its computation took."""
-        # The ranks run one operation at a time. If this call was submitted while another operation
-        # ran, it started only when that one ended.
+        # The ranks run one operation at a time. If this call was submitted while another one ran,
+        # it started only when that one ended.
         started = max(call.begun, self._clock.last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
         self._clock.last_end = self._last_end

@@ -91,8 +91,8 @@ class ModelRanks:
     again, because it may depend on state that the first one should have stored. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
     (None while the ranks work), and all submitted operations fail. ``clock`` has the end of the
-    latest operation, for the batchers on rank 0. ``running`` has the calls that run now; it is
-    empty on workers.
+    latest ``LongOperation`` or call of a batcher, for the batchers on rank 0. ``running`` has the
+    calls that run now; it is empty on workers.
     """
 
     def __init__(
@@ -246,8 +246,7 @@ class ModelRanks:
             if not answer.set_running_or_notify_cancel():
                 self._open.remove(answer)
                 return
-        is_long = isinstance(self._operations[call[0]], LongOperation)
-        self.running.begin(answer, call[0], is_long=is_long)
+        self.running.begin(answer, call[0], is_long=self._is_long(call))
         with suppress(RanksLostError):  # ``fail`` has already given every waiting future this error
             is_dropped = True
             while is_dropped and self.failure is None:
@@ -359,11 +358,16 @@ class ModelRanks:
             failed = ServingError("; ".join(errors)) if errors else None
             if failed is not None:
                 failed.__cause__ = error
+            if self._is_long(begun.call):
+                self.clock.last_end = time.monotonic()  # batchers note the ends of their own calls
             self._set_answer(begun.answer, result, failed)
         # Check the memory after the answer, so that no request waits for it: reading /proc takes up
         # to 0.25 ms.
         self._freed.end_step()
         return not errors
+
+    def _is_long(self, call: _Call) -> bool:
+        return isinstance(self._operations[call[0]], LongOperation)
 
     def _set_answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
         self.running.end(answer)
@@ -375,8 +379,6 @@ class ModelRanks:
             answer.set_result(result)
         else:
             answer.set_exception(error)
-        # Only now, because the callbacks of ``answer`` read when the previous operation has ended.
-        self.clock.last_end = time.monotonic()
 
     def _fail_if_device_is_lost(self) -> None:
         """Mark the ranks as lost after a CUDA error that all later calls on the device repeat."""

@@ -21,7 +21,7 @@ _LONG = 1 / 16
 
 @dataclass
 class CallClock:
-    """The end of the latest operation on the ranks: a batcher's call, or e.g. a training step.
+    """The end of the latest operation on the ranks: a batcher's call, or e.g. a training.
 
     The operations take turns. With the clock, a batcher's call that waited for another operation
     does not count the wait as its duration.

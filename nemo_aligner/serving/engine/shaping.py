@@ -59,7 +59,7 @@ class RewardShaper:
         self._ensemble = ensemble
         self._shape = (len(contracts), len(contracts[0].attributes))
         self._weights = _attribute_weights(shaping, contracts[0])
-        self._check_is_one_reward(contracts[0])
+        self._check_weights(contracts[0])
         if shaping.spread_penalty and contracts[0].output_readout is None:
             raise ConfigError(
                 f"shaping.spread_penalty: got {shaping.spread_penalty}, but the model has one "
@@ -227,25 +227,35 @@ class RewardShaper:
             return mean - self._ensemble.k * deviation
         return mean
 
-    def _check_is_one_reward(self, contract: ScoringContract) -> None:
-        """Raise ConfigError for rules of the one reward if shaping leaves attributes separate.
+    def _check_weights(self, contract: ScoringContract) -> None:
+        """Raise ConfigError for rules that do not fit weights which clients apply afterwards.
 
-        Clients multiply separate attributes by the contract's weights after the shaping, so a
+        Clients multiply attributes that shaping leaves separate by the contract's weights, so a
         weight below 0 would turn a penalty into a bonus.
         """
         if self._weights is not None or contract.attribute_weights == (1.0,):
             return
-        weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
-        rules = {
-            "length_penalty": self.needs_lengths,
-            "threshold": self._shaping.threshold is not None,
+        is_inverted = min(contract.attribute_weights) < 0
+        is_pessimistic = self._shape[0] > 1 and self._ensemble.combine is not Combine.mean
+        needs_one_reward = {
+            "shaping.length_penalty": self.needs_lengths,
+            "shaping.threshold": self._shaping.threshold is not None,
         }
-        for name, is_set in rules.items():
-            if is_set:
-                raise ConfigError(
-                    f"shaping.{name}: the model has the attribute weights {shown(weights)}, wanted "
-                    "one reward of weight 1; set shaping.attribute_weights"
-                )
+        needs_no_inversion = {
+            "shaping.spread_penalty": is_inverted and bool(self._shaping.spread_penalty),
+            "ensemble.combine": is_inverted and is_pessimistic,
+        }
+        weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
+        for rules, wanted in (
+            (needs_one_reward, "one reward of weight 1"),
+            (needs_no_inversion, "none below 0"),
+        ):
+            for rule, is_violated in rules.items():
+                if is_violated:
+                    raise ConfigError(
+                        f"{rule}: the model has the attribute weights {shown(weights)}, wanted "
+                        f"{wanted}; set shaping.attribute_weights"
+                    )
 
     def _build_contract(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
         rules = _list_rules(self._shaping, self._ensemble, hashes)

@@ -144,10 +144,12 @@ class KServe:
         return KServeAnswer.of_json(descriptions[suffix](endpoint))
 
     def count_rejection(self, path: str, status: int, seconds: float) -> None:
-        """Count a request that was rejected before its body was read, if it is for inference."""
+        """Count a request that was rejected before it was decoded, if it is for inference."""
         parts = _MODEL.fullmatch(path)
         endpoint = None if parts is None else self._find_endpoint(parts)
         if parts is not None and endpoint is not None and parts["suffix"] == _INFER:
+            begun_ns = time.monotonic_ns() - round(seconds * 1e9)
+            self._counts[endpoint.name].count("fail", 0, begun_ns)
             self._count_request(_route_of(endpoint), status, seconds)
 
     def _find_endpoint(self, parts: re.Match[str]) -> Endpoint | None:

@@ -214,16 +214,16 @@ def _read_conversations(body: RewardsRequest) -> ScoreRequest:
     texts: list[Text] = []
     refused: dict[int, str] = {}
     for number, conversation in enumerate(conversations):
+        row = len(texts) + len(refused)
         try:
             text = read_conversation(conversation)
         except DataError as error:
-            row = len(texts) + len(refused)
             refused |= dict.fromkeys(range(row, row + len(principles[number])), str(error))
             continue
         try:
             texts += [attach_principle(text, principle) for principle in principles[number]]
         except DataError as error:
-            raise ServingError(f"row {number}: {error}") from error
+            raise ServingError(f"row {row}: {error}") from error
     return ScoreRequest(texts=texts, refused=refused)
 
 

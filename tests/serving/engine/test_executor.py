@@ -204,19 +204,27 @@ def test_two_ranks_begin_a_call_while_their_devices_compute_the_one_before(pairs
 
 
 def test_call_of_a_batcher_does_not_last_while_it_waits_for_another_operation() -> None:
-    ranks, meter = ModelRanks({"train": LongOperation(time.sleep), "score": _score_rows}), Meter()
+    submitted = threading.Event()
+
+    def train() -> None:
+        assert submitted.wait(30)
+        time.sleep(0.5)
+
+    ranks, meter = ModelRanks({"train": LongOperation(train), "score": _score_rows}), Meter()
     with led(ranks):
-        ranks.submit("train", 0.3)
+        ranks.submit("train")
         batcher = Batcher(partial(ranks.submit, "score"), 8, meter, clock=ranks.clock)
-        (rewards,) = batcher.submit([Row.of([1, 2])]).result(30)
+        scored = batcher.submit([Row.of([1, 2])])
+        submitted.set()
+        (rewards,) = scored.result(30)
         batcher.close()
     ranks.stop()
     assert rewards == [3]
     counted = meter.statistics()
-    assert counted["queue_seconds"] >= 0.25
-    assert counted["forward_seconds"] < 0.1
-    # The next requests must not be waited for as after a call of 0.3 s.
-    assert batcher._last_seconds < 0.1
+    assert counted["queue_seconds"] > 0.4
+    assert counted["forward_seconds"] < 0.3
+    # The next requests must not be waited for as after a call of 0.5 s.
+    assert batcher._last_seconds < 0.3
 
 
 def _score_rows(rows: list[Row]) -> list[np.ndarray]:

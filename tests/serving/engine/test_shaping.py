@@ -254,6 +254,7 @@ def test_shaping_that_does_not_fit_the_model_or_means_nothing_is_refused() -> No
         (TWO, {"length_penalty": 0.5}, "length_penalty: the model has the attribute weights {"),
         (TWO, {"threshold": 0.0}, "threshold: the model has the attribute weights"),
         (HARM, {"length_penalty": 0.5}, "attribute weights {'reward': -1.0}, wanted one reward"),
+        (HARM, {"spread_penalty": 0.5}, "spread_penalty: the model has the attribute weights {"),
         (None, {"clip": [1.0]}, "shaping.clip: got [1.0], wanted [low, high]"),
         (None, {"clip": [2.0, 1.0]}, "shaping.clip"),
         (None, {"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),

@@ -122,12 +122,11 @@ def test_step_whose_caller_left_runs_to_its_end_if_it_must_not_be_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(timed_threads, "_WATCH_SECS", 0.02)
-    begun, ended, order = threading.Event(), threading.Event(), []
+    begun, release, ended, order = threading.Event(), threading.Event(), threading.Event(), []
 
     def hold() -> None:
         begun.set()
-        end = time.monotonic() + 0.3
-        while time.monotonic() < end:
+        while not release.is_set():  # in bytecode, where an exception would arrive
             pass
         order.append("released")
 
@@ -143,6 +142,8 @@ def test_step_whose_caller_left_runs_to_its_end_if_it_must_not_be_interrupted(
         leaving = asyncio.ensure_future(threads.run(work))
         assert await asyncio.to_thread(begun.wait, 30)
         leaving.cancel()
+        await asyncio.sleep(0.1)  # the job is watched meanwhile
+        release.set()
         assert await asyncio.to_thread(ended.wait, 30)
         threads.close()
 
