@@ -396,6 +396,8 @@ def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if signals and number == signal.SIGHUP:
+            return  # a closed terminal sends it twice: by the shell and by the kernel
         signals.append(number)
         _send_signal(ranks, number if len(signals) == 1 else signal.SIGKILL)
 

@@ -335,8 +335,8 @@ class _Group(NamedTuple):
     def hyperparameters(self, config: OptimConfig) -> dict[str, Any]:
         """Return the hyperparameters of the group, under megatron-core's names.
 
-        The learning rate scheduler reads them. When a checkpoint is loaded, megatron-core uses them
-        to find the group's saved state.
+        The learning rate scheduler reads ``max_lr`` and ``lr_mult``. When a checkpoint is loaded,
+        megatron-core uses all of them to find the group's saved state.
         """
         assert config.lr is not None
         scale = _OBJECTIVE_LR if self.is_of_objective else 1.0

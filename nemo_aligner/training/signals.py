@@ -22,11 +22,12 @@ the run must be continued. Slurm jobs request this signal before their time is u
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +40,8 @@ from nemo_aligner.utils.processes import handled_signals, is_first_rank
 _STDOUT, _STDERR = 1, 2
 # Seconds after the first signal from which another one counts as a second one.
 _SECOND_AFTER = 1.0
+# Seconds after a SIGHUP in which programs that read the output, such as tee, have got it, too.
+_HANGUP_S = 0.2
 _NAMES = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "SIGTERM",
@@ -150,7 +153,6 @@ class SignalHandler:
         self._previous_descriptor = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         numbers = handled_signals(_NAMES)
         self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
-        self._terminals = [output for output in (_STDOUT, _STDERR) if os.isatty(output)]
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         return self
@@ -198,7 +200,8 @@ class SignalHandler:
             if number not in _NAMES:
                 continue
             if number == signal.SIGHUP:
-                _discard_if_closed(self._terminals)
+                time.sleep(_HANGUP_S)
+                _discard_closed_outputs()
             if self._announced is None:
                 self._announced = number, self._clock()
                 self._announce(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
@@ -222,13 +225,15 @@ class SignalHandler:
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())
 
 
-def _discard_if_closed(terminals: Iterable[int]) -> None:
-    """Discard output to those of the file descriptors ``terminals`` whose terminal was closed.
+def _discard_closed_outputs() -> None:
+    """Discard further output to a closed terminal, or to a pipe whose reader has ended.
 
-    A message to a closed terminal would raise an error, which would end the run before it saves.
+    A message would raise an error there, which would end the run before it saves.
     """
     null = os.open(os.devnull, os.O_WRONLY)
-    for terminal in terminals:
-        if not os.isatty(terminal):
-            os.dup2(null, terminal)
+    for output in (_STDOUT, _STDERR):
+        poll = select.poll()
+        poll.register(output, 0)  # reports only that the other end is gone
+        if poll.poll(0):
+            os.dup2(null, output)
     os.close(null)

@@ -1,7 +1,7 @@
 """Import the libraries once, then fork for every script that a test starts.
 
-``python tests/harness/prepared_process.py`` is one rank. It reads jobs from stdin, one line of JSON
-each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
+``python tests/harness/prepared_process.py`` runs scripts, or some of the ranks of one. It reads
+jobs from stdin, one line of JSON each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
 another when the script has ended; several may run at once. When stdin closes, the process ends and
 kills the scripts that still run. It has a single thread when it forks.
 

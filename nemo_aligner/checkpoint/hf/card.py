@@ -118,7 +118,10 @@ def _describe_training(
         yield f"- train data: {listed}"
         return
     if not states:
-        yield "The archive is not in its run's folder, so its training data are unknown."
+        yield (
+            f"The archive is not `{MODEL_NAME}` in its run's folder, so its training data are "
+            "unknown."
+        )
         return
     settings, samples = states[-1]["config"], states[-1]["consumed_samples"]
     base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name

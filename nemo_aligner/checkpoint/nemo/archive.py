@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import Any, BinaryIO, TypeAlias
 
 import torch.distributed as dist
@@ -193,16 +194,21 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     places = gather_objects((socket.gethostname(), find_process(os.environ).local_rank))
     preparing_rank = find_preparing_rank(places, dist.get_rank())
     local: list[_Prepared] = []
+    is_given_up = Event()
 
     def prepare_here() -> Path:
-        local.append(prepare())
-        return local[0][0]
+        prepared = prepare()
+        local.append(prepared)
+        if is_given_up.is_set():  # another host's archive has failed meanwhile
+            _remove_unpacked(prepared[0], path)
+        return prepared[0]
 
     is_preparing = preparing_rank == dist.get_rank()
     try:
         # A large archive may need longer than the time limit of a single collective.
         root = run_on_some(prepare_here if is_preparing else None)[preparing_rank]
     except BaseException:
+        is_given_up.set()
         for unpacked, _ in local:
             _remove_unpacked(unpacked, path)
         raise

@@ -426,7 +426,9 @@ def save_reward_model(
 
 
 def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
-    shutil.rmtree(staging, ignore_errors=True)  # a killed process may have left this folder
+    # A killed process may have left the folder, and one of an earlier version the file.
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.with_suffix(".partial").unlink(missing_ok=True)
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
 

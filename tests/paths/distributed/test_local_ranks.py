@@ -94,6 +94,9 @@ print("saved after", asked)
     for order, process in started.items():
         wait_for_two(tmp_path / order.name)
         process.send_signal(order)
+    # A terminal that is closed sends it twice.
+    time.sleep(0.1)
+    started[signal.SIGHUP].send_signal(signal.SIGHUP)
     for order, process in started.items():
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (9, f"saved after [{int(order)}]\n", "")
