@@ -1,9 +1,10 @@
 """Import the libraries once, then fork for every script that a test starts.
 
 ``python tests/harness/prepared_process.py`` runs scripts, or some of the ranks of one. It reads
-jobs from stdin, one line of JSON each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
-another when the script has ended; several may run at once. When stdin closes, the process ends and
-kills the scripts that still run. It has a single thread when it forks.
+jobs from stdin, one line of JSON each, written by ``tests/harness/launching.py``. It prints one
+line when a job's script begins and another when the script has ended; several may run at once. When
+stdin closes, the process ends and kills the scripts that still run. It has a single thread when it
+forks.
 
 It imports this package, too. What an import sets in ``os.environ`` is for a GPU, and forks lack it.
 """
