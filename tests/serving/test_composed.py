@@ -465,6 +465,25 @@ def test_reward_that_float32_cannot_hold_is_masked(monkeypatch: pytest.MonkeyPat
     assert "Infinity" not in listed.body.decode() + rollout.body.decode()
 
 
+def test_model_that_gives_no_number_and_no_error_fails_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = FakeClient()
+    give = client.score_rows_async
+
+    async def give_nan(*arguments: Any, **options: Any) -> Any:
+        scored = await give(*arguments, **options)
+        scored.rewards[1] = np.nan
+        return scored
+
+    client.score_rows_async = give_nan  # type: ignore[method-assign]
+    body = {"conversations": [conversation("x"), conversation("y")]}
+    functions = {"rule": f"{MODULE}:count_characters"}
+    (answer,) = asked(monkeypatch, [("/v1/rewards", body)], client=client, functions=functions)
+    reason = "row 1: the reward model gave a reward that is not finite, and no error"
+    assert (answer.status, reason in answer.body.decode()) == (500, True)
+
+
 def test_error_of_the_model_has_the_number_of_the_row_in_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

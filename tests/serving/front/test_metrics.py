@@ -83,3 +83,5 @@ def test_requests_that_are_rejected_unread_are_counted_for_their_model() -> None
         (infer, "401"),
         (infer, "413"),
     ]
+    stats = call(app, "/v2/models/reward_model/stats", headers=bearer, method="GET").json
+    assert stats["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
