@@ -113,6 +113,8 @@ def model(job: Job) -> Iterator[Row]:
 def _prepare_model_files(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
     """Write the model as a Hugging Face folder ``work / "hf"`` and as ``work / "base.nemo"``.
 
+    They replace those of an earlier run.
+
     Args:
         source: the model's checkpoint; None for random weights.
         work: the folder for both.
@@ -121,17 +123,36 @@ def _prepare_model_files(source: Path | None, work: Path, shape: dict[str, Any])
     Returns:
         The path of the Hugging Face folder.
     """
-    hf, nemo = work / "hf", work / "base.nemo"
+    hf, nemo, reward_model = (work / name for name in ("hf", "base.nemo", "reward.nemo"))
+    for path in (hf, nemo, reward_model):
+        _remove_earlier(path, source)
     if source is not None and source.suffix == ".nemo":
         nemo.symlink_to(source.resolve())
-        write_reward_model(nemo, work / "reward.nemo")
-        return export(work / "reward.nemo", hf)
+        write_reward_model(nemo, reward_model)
+        return export(reward_model, hf)
     if source is None:
         source = write_tiny(hf, **shape)
     converted, _ = prepare_model(source, work)
     if converted != hf:
         hf.symlink_to(converted.resolve())
     return hf
+
+
+def _remove_earlier(path: Path, source: Path | None) -> None:
+    """Remove a model of an earlier run, which would be measured instead of this one.
+
+    Raises:
+        SystemExit: ``source``, this run's model, would be removed with it.
+    """
+    if source is not None and source.absolute().is_relative_to(path.absolute()):
+        raise SystemExit(
+            f"--model: {source} is in the folder of --work, and this part replaces it; choose "
+            "another --work"
+        )
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_pairs(path: Path, count: int) -> None:

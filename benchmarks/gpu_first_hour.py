@@ -10,8 +10,9 @@ and the predictions of planning/ next to the measurements; and ``first_hour.log`
 parts. A part that cannot run on this machine reports the reason. Weights are random, or those of
 ``--model``; nothing is downloaded. Exit status: 1 if a part failed, 130 if stopped.
 
-Predictions assume that 40% of the peak ``--tflops`` is reached (default 989: H100 and H200, dense
-bf16), as ``nemo-aligner plan`` does. On a CPU they mean nothing.
+Predictions assume a GPU whose peak is ``--tflops`` (default 989: H100 and H200, dense bf16), and
+the shares of it that matmuls and attention reached in measurements, as ``nemo-aligner plan`` does.
+On a CPU they mean nothing.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def _count_gpus() -> tuple[int, str]:
     choose_device("cuda")
     import torch
 
-    from nemo_aligner.distributed.collectives import lacks_bf16
+    from nemo_aligner.distributed.collectives import gpu_computes_bf16
 
-    return torch.cuda.device_count(), "fp16" if lacks_bf16() else "bf16"
+    return torch.cuda.device_count(), "bf16" if gpu_computes_bf16() else "fp16"
 
 
 def _with_needs(names: Sequence[str]) -> list[Part]:

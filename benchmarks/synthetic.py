@@ -123,6 +123,7 @@ def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
         cpu_offload=job["cpu_offload"],
         expert_load=expert_load,
         ep=job.get("ep", 1),
+        fused_kernels=torch.cuda.is_available() and job.get("pointwise_kernels") != "eager",
         **{key: job[key] for key in PLAN_KEYS},
     )
 

@@ -28,6 +28,15 @@ _find_python() {
     return 1
 }
 
+# Environments that uv makes have no pip: installs the one that comes with Python.
+_ensure_pip() {
+    if ! python -m pip --version > /dev/null 2>&1 &&
+        ! python -m ensurepip --default-pip > /dev/null 2>&1; then
+        echo "error: $(command -v python) has no pip, and its module ensurepip cannot install it; install pip there (with uv: uv pip install pip), then try again" >&2
+        return 1
+    fi
+}
+
 _pip_install() {
     python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
         --root-user-action=ignore "$@"
@@ -128,6 +137,7 @@ use_environment() {
     if _is_complete "$extras" 2> /dev/null; then
         return
     fi
+    _ensure_pip || return 1
     if ! python -c "import torch" 2> /dev/null; then
         if has_gpu; then
             echo "installing torch (a few minutes)"

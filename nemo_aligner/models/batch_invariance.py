@@ -111,12 +111,15 @@ def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None
 
 
 def freeze_for_scoring(model: GPTRewardModel) -> None:
-    """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
+    """On a CPU, convert the weights of linear layers to the layout in which it multiplies fastest.
 
     Call it only for a batch invariant model that is neither trained nor saved afterwards. At most
     one layer's weight exists in both layouts at a time. Quantized weights are dequantized for good,
-    because that would take longer on a CPU than the matmuls.
+    because that would take longer on a CPU than the matmuls. A model on a GPU stays as it is: its
+    quantized weights may be the only ones that fit into the GPU's memory.
     """
+    if not next(model.parameters()).is_cpu:
+        return
     for layer in _invariant_layers(model):
         if isinstance(layer, QuantizedLayer):
             use_dense_layer(layer, reordered_for_matmuls)

@@ -414,8 +414,15 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
             f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{limit}. "
             "The first one:",
             *(f"  {line}" for line in settings_of(fitting[0].plan)),
+            *_budget_line(planner.budget),
         ]
     )
+
+
+def _budget_line(budget: int) -> list[str]:
+    """Return a line with the setting of ``budget``, the most tokens of a pack; none by default."""
+    is_default = budget == ModelConfig().micro_batch_tokens
+    return [] if is_default else [f"  model.micro_batch_tokens={budget}"]
 
 
 def render_best(planner: Planner, numbers: Sequence[int]) -> str:

@@ -81,8 +81,14 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
         except ConfigError as error:
             reasons.append(f"{expert_parallel}: {error}")
     if world_size > 1:
-        # Context parallelism splits the sequence, not the model, so it fits any model.
-        fitting.append(LayoutSizes(cp=world_size))
+        # Context parallelism splits the sequence, not the model, so it fits models of any size.
+        context_parallel = LayoutSizes(cp=world_size)
+        if shape.linear_attention is None:
+            fitting.append(context_parallel)
+        else:
+            reasons.append(
+                f"{context_parallel}: not supported for a model with linear attention or Mamba-2"
+            )
     return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 
@@ -98,7 +104,8 @@ def score_everywhere(
         ConfigError: no layout of this many processes fits the model.
     """
     with launch(), open_nemo(checkpoint) as folder:
-        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
+        shape = ModelShape.from_config(folder.config)
+        layouts, reasons = fitting_layouts(get_world_size(), shape)
         layouts = [
             sizes for sizes in layouts if sizes.tp * sizes.pp * sizes.ep >= min_model_parallel
         ]
@@ -107,7 +114,8 @@ def score_everywhere(
                 f"no layout of {get_world_size()} processes fits the model: " + "; ".join(reasons)
             )
         rewards = {
-            str(sizes): _score_at_layout(folder.root, texts, precision, sizes) for sizes in layouts
+            str(sizes): _score_at_layout(folder.root, texts, precision, sizes, shape)
+            for sizes in layouts
         }
         if precision is Precision.fp32:
             reference = rewards[str(layouts[0])]["alone"]
@@ -117,17 +125,29 @@ def score_everywhere(
 
 
 def _score_at_layout(
-    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+    checkpoint: Path,
+    texts: list[Any],
+    precision: Precision,
+    sizes: LayoutSizes,
+    shape: ModelShape,
 ) -> dict[str, np.ndarray]:
     """Compute the rewards ``[N, A]`` at one layout: kind of batches, or training -> rewards."""
     layout = initialize_layout(**sizes.arguments)
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
-    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
+    variants = {"training": Recompute.none, "training, recompute": most_recomputation(shape)}
+    for name, recompute in variants.items():
         _free_memory()
         rewards[name] = _score_in_training(checkpoint, texts, precision, layout, recompute)
     destroy_layout()
     _free_memory()
     return rewards
+
+
+def most_recomputation(shape: ModelShape) -> Recompute:
+    """Return the kind that recomputes the most activations of those that the model supports."""
+    if shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
+        return Recompute.selective
+    return Recompute.full
 
 
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:

@@ -7,6 +7,7 @@ test.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,6 +45,10 @@ class ProbedLearner(Protocol):
 
     def validate(self) -> dict[str, float]:
         """Return the metrics of all validation sets by name, ``<set>/<metric>``."""
+        ...
+
+    def release(self) -> None:
+        """Free the model and its gradients; the learner cannot be used afterwards."""
         ...
 
 
@@ -106,15 +111,27 @@ def probe(
     for training_data, name in ((data, "probe"), (swapped, "probe, labels swapped")):
         with waiting_for(f"{name}: loading the model"):
             learner = build(training_data)
-        values.append(learner.validate()[f"{_NAME}/{metric}"])
-        step_losses, counter = [], Counter(name, "steps")
-        for step in range(steps):
-            counter.show(step, steps)
-            step_losses.append(learner.train_step(step)["loss"])
-        counter.close()
-        losses.append((step_losses[0], step_losses[-1]))
-        values.append(learner.validate()[f"{_NAME}/{metric}"])
+        try:
+            values.append(learner.validate()[f"{_NAME}/{metric}"])
+            losses.append(_train(learner, steps, name))
+            values.append(learner.validate()[f"{_NAME}/{metric}"])
+        finally:
+            learner.release()
+        # The optimizer's state and the weights are in reference cycles, and the memory may not hold
+        # them twice.
+        del learner
+        gc.collect()
     return ProbeResult(metric, values[0], values[1], values[3], (losses[0], losses[1]))
+
+
+def _train(learner: ProbedLearner, steps: int, name: str) -> tuple[float, float]:
+    """Train ``steps`` steps, and return the losses of the first and of the last one."""
+    losses, counter = [], Counter(name, "steps")
+    for step in range(steps):
+        counter.show(step, steps)
+        losses.append(learner.train_step(step)["loss"])
+    counter.close()
+    return losses[0], losses[-1]
 
 
 # The code below runs the probe with the settings of a training run.

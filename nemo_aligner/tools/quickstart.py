@@ -15,6 +15,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
@@ -93,10 +94,19 @@ def run_quickstart(options: Quickstart) -> None:
 def _get_base(options: Quickstart, machine: LocalMachine) -> Path:
     if options.base is not None and options.base.suffix == ".nemo":
         return options.base
-    model = options.output / "base.nemo"
+    model, record = options.output / "base.nemo", options.output / "base.source.txt"
+    described = _describe_source(options.base)
     if model.exists():
+        recorded = record.read_text(encoding="utf-8") if record.exists() else "an unknown model"
+        if recorded != described:
+            raise ConfigError(
+                f"output: {model} was converted from {recorded}, but this run is to train "
+                f"{described}; choose another --output or delete the folder"
+            )
         return model
     heading("Base model")
+    # Before the conversion, so that no base.nemo lacks its record.
+    record.write_text(described, encoding="utf-8")
     source = options.base
     if source is None:
         source = options.output / f"{NAME}.gguf"
@@ -109,6 +119,16 @@ def _get_base(options: Quickstart, machine: LocalMachine) -> Path:
         f"--tensor-parallel={machine.tensor_parallel}",
     )
     return model
+
+
+def _describe_source(base: Path | None) -> str:
+    """Describe the base model, so that the description changes if the model's files change."""
+    if base is None:
+        return f"the demo's model {NAME}"
+    files = [path for path in base.iterdir() if path.is_file()] if base.is_dir() else [base]
+    size = sum(path.stat().st_size for path in files)
+    changed = datetime.fromtimestamp(max((path.stat().st_mtime for path in files), default=0.0))
+    return f"{base.resolve()} ({size} bytes, changed at {changed.isoformat(sep=' ')})"
 
 
 def _get_data(options: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
@@ -243,6 +263,8 @@ def unpack_gguf(folder: Path, target: Path) -> None:
 STEPS = 40
 LEARNING_RATE = 2e-4
 HELDOUT_LINES = 240
+# With too old a driver torch counts GPUs that are not available, and ``launch`` uses the CPU.
+_COUNT_GPUS = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
 
 
 @dataclass(frozen=True)
@@ -270,11 +292,22 @@ class LocalMachine:
 
 
 def find_local_machine() -> LocalMachine:
-    """Count the GPUs with nvidia-smi, because importing torch for that would take seconds."""
-    if shutil.which("nvidia-smi") is None:
-        return LocalMachine(gpus=0)
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return LocalMachine(gpus=sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+    """Count the GPUs that torch can use in the commands of the quickstart.
+
+    torch counts them in a subprocess, because this process does not need it otherwise.
+
+    Raises:
+        StepFailed: torch cannot be imported.
+    """
+    command = [sys.executable, "-c", _COUNT_GPUS]
+    counted = subprocess.run(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if counted.returncode != 0:
+        raise StepFailed(
+            f"counting the GPUs with torch ended with exit code {counted.returncode}, see above"
+        )
+    return LocalMachine(gpus=int(counted.stdout))
 
 
 def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list[str]:

@@ -38,7 +38,8 @@ class Process:
 
     Attributes:
         local_rank, local_world_size: rank on this node, and number of ranks on it.
-        master: host and port at which the ranks meet; None without a launcher.
+        master: host and port at which the ranks meet; None without a launcher, and for the only
+            task of a Slurm step.
     """
 
     rank: int
@@ -85,7 +86,7 @@ def handled_signals(numbers: Iterable[int]) -> list[int]:
 
 
 def is_launched() -> bool:
-    """Tell if torchrun or srun started this process."""
+    """Tell if torchrun, or srun with several tasks, started this process."""
     return find_process(os.environ).master is not None
 
 
@@ -206,18 +207,22 @@ def _process_from_torchrun(env: Mapping[str, str]) -> Process:
 
 def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
-    # The port depends on the job's id, so that two jobs on the same node use different ports.
-    port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
     return Process(
         rank=_read_int(env, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_read_int(env, "SLURM_LOCALID"),
         local_world_size=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE"), default=world_size),
-        master=(
-            env.get("MASTER_ADDR") or first_host(_read_variable(env, "SLURM_STEP_NODELIST")),
-            _read_int(env, "MASTER_PORT", default=port),
-        ),
+        # All commands of an interactive shell (``srun --pty bash``) are the only task of the same
+        # step. They meet nobody, and would all open the same port.
+        master=_slurm_master(env) if world_size > 1 else None,
     )
+
+
+def _slurm_master(env: Mapping[str, str]) -> tuple[str, int]:
+    host = env.get("MASTER_ADDR") or first_host(_read_variable(env, "SLURM_STEP_NODELIST"))
+    # The port depends on the job's id, so that two jobs on the same node use different ports.
+    port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
+    return host, _read_int(env, "MASTER_PORT", default=port)
 
 
 def _first_number(text: str | None, default: int) -> int:

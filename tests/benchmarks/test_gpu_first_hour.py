@@ -263,6 +263,59 @@ def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
         assert total_bytes < 76 * 2**30, point
 
 
+def test_a_gpu_without_bf16_is_measured_in_fp16(
+    hour: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for has_bf16, precision in ((True, "bf16"), (False, "fp16")):
+        is_supported = lambda has_bf16=has_bf16, **_: has_bf16  # noqa: E731
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", is_supported)
+        assert hour._count_gpus() == (2, precision)
+
+
+def test_plans_are_for_the_kernels_that_the_learner_takes(
+    hour: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from first_hour_work import points_of
+    from synthetic import plan_of
+
+    point = points_of("cuda", "bf16")["mfu"][0]
+    assert not plan_of(point).fused_kernels
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert plan_of(point).fused_kernels
+    assert not plan_of({**point, "pointwise_kernels": "eager"}).fused_kernels
+
+
+def test_the_model_replaces_that_of_an_earlier_hour(
+    hour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_hour_machine = importlib.import_module("first_hour_machine")
+    work, earlier, source = tmp_path / "work", tmp_path / "earlier", tmp_path / "model.nemo"
+    for path in (work, earlier, source):
+        path.mkdir()
+    (work / "hf").symlink_to(earlier)
+    for name in ("base.nemo", "reward.nemo"):
+        (work / name).write_text("earlier")
+
+    def export(reward_model: Path, folder: Path) -> Path:
+        folder.mkdir()
+        return folder
+
+    write = lambda base, output: output.write_text(base.resolve().name)  # noqa: E731
+    monkeypatch.setattr(first_hour_machine, "write_reward_model", write)
+    monkeypatch.setattr(first_hour_machine, "export", export)
+    for _ in range(2):  # the second time "hf" is a folder
+        hf = first_hour_machine._prepare_model_files(source, work, {})
+    assert not hf.is_symlink()
+    assert earlier.is_dir()
+    assert (work / "base.nemo").resolve() == source
+    assert (work / "reward.nemo").read_text() == "model.nemo"
+    with pytest.raises(SystemExit, match=r"--model: .*reward\.nemo is in the folder of --work"):
+        first_hour_machine._prepare_model_files(work / "reward.nemo", work, {})
+    assert (work / "reward.nemo").is_file()
+
+
 def test_training_is_compared_by_the_fastest_settings(hour: ModuleType, tmp_path: Path) -> None:
     (part,) = (part for part in hour.PARTS if part.name == "training")
     context = hour.Hour("cuda", 1, "bf16", tmp_path, None, None, 989.0, "python", "python")

@@ -175,6 +175,32 @@ def test_script_names_the_package_without_which_python_makes_no_environment(
         assert not (tmp_path / ".venv").exists()
 
 
+# A Python as uv makes it: ``-m ensurepip`` ends with the status {status} and, with 0, installs pip.
+WITHOUT_PIP = """#!/bin/sh
+cd "${{0%/*}}"
+case "$1 $2" in
+    "-m ensurepip") [ {status} = 0 ] && : > pip; exit {status} ;;
+    "-m pip") [ -e pip ] || {{ echo "No module named pip" >&2; exit 1; }}; : > installed ;;
+    "- "*) [ -e installed ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_script_installs_the_pip_that_an_environment_lacks(tmp_path: Path, status: int) -> None:
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_PIP.format(status=status))
+    python.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
+    command = ["bash", "-euc", f"source {ROOT}/scripts/environment.sh; use_environment serving"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60)
+    message = f"error: {python} has no pip, and its module ensurepip cannot install it; "
+    assert (done.returncode, done.stderr.partition("install pip there")[0]) == (
+        (1, message) if status else (0, "")
+    )
+    assert done.stderr.count("\n") == status
+
+
 def test_examples_only_run_their_verb() -> None:
     examples = sorted((ROOT / "examples").glob("*.py"))
     assert examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +70,37 @@ def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) ->
     first, last, drift = run(sys.executable, "rloo.py", *prepared, *options)
     assert last > first + GAIN
     assert drift > 0.1
+
+
+def test_heldout_prompts_are_replied_to_where_they_were_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TRL's trainer moves the model to a GPU, but neither the prompts nor the reference."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    policy = importlib.import_module("policy")
+    places: list[str] = []
+    monkeypatch.setattr(policy, "measure", lambda models, *_: places.append(models.model.device))
+    monkeypatch.setattr(policy, "read_prompts", lambda *_: [])
+    monkeypatch.setattr(policy, "print_table", lambda *_: None)
+    models = SimpleNamespace(model=Model("cpu"), reference=Model("cpu"))
+    options = SimpleNamespace(heldout=None, heldout_prompts=1, seed=1)
+    with policy.compare_heldout(models, None, options):
+        models.model.to("cuda")
+    assert places == ["cpu", "cpu"]
+
+
+class Model:
+    """A model that only knows its device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def to(self, device: str) -> Model:
+        self.device = device
+        return self
+
+    def eval(self) -> Model:
+        return self
 
 
 def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python: Path) -> None:

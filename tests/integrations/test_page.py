@@ -395,7 +395,11 @@ def test_verl_gets_no_key_that_its_validation_adds_itself(
 
 @pytest.mark.parametrize(
     ("version", "variables", "name"),
-    [("0.11.2", {}, "reward.remote_url"), ("0.9.10", {"OLD_FLAGS": "1"}, "remote_rm_url")],
+    [
+        ("0.11.2", {}, "reward.remote_url"),
+        ("0.9.10", {"OLD_FLAGS": "1"}, "remote_rm_url"),
+        ("0.9.2", {"OLD_FLAGS": "1"}, "remote_rm_url"),
+    ],
 )
 def test_openrlhf_parses_the_flags(
     version: str, variables: dict[str, str], name: str, tmp_path: Path

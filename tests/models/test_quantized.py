@@ -232,6 +232,14 @@ def test_an_archive_has_dequantized_values_and_scores_the_same_bits(
         torch.testing.assert_close(folded.eval()(PACK), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_that_are_not_on_a_cpu_stay_quantized_for_scoring(base: Path, layout: Any) -> None:
+    model = load(base, layout, LORA)
+    make_batch_invariant(model, 64)
+    model.to("meta")  # stands for a GPU
+    freeze_for_scoring(model)
+    assert len(quantized_layers(model)) == 4 * len(model.decoder.layers)
+
+
 def test_models_that_cannot_be_quantized_are_rejected_by_name() -> None:
     shape = replace(ModelShape.from_config({**CONFIG, "ffn_hidden_size": 192}), lora=LORA)
     check_quantizable(shape, 1)

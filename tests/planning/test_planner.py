@@ -183,6 +183,11 @@ def test_plan_has_settings_of_training(plan: Plan) -> None:
     row = rows(shown)[0]["layout"]
     assert f"TP={model.tensor_model_parallel_size}" in row
     assert f"PP={model.pipeline_model_parallel_size}" in row
+    # The budget of the plan is a setting only if it is not the default of training.
+    assert not [setting for setting in settings if "micro_batch_tokens" in setting]
+    for options, budget in (("--seq-length=8192", 16384), ("--micro-batch-tokens=8192", 8192)):
+        shown = plan.shown("--params=1B", "--gpus=8", options)
+        assert f"  model.micro_batch_tokens={budget}" in shown.splitlines()
 
 
 def test_plan_of_a_model_config_and_of_an_archive_s_folder(plan: Plan, tmp_path: Path) -> None:

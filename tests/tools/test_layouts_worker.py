@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.tools.layouts_worker import fitting_layouts, run_world
+from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+from nemo_aligner.tools.layouts_worker import fitting_layouts, most_recomputation, run_world
 from nemo_aligner.utils.errors import PeerError
 
 SHAPE = ModelShape.from_config(
@@ -37,6 +42,20 @@ def test_fitting_layouts_and_why_others_do_not_fit() -> None:
     assert [reason.partition(":")[0] for reason in reasons] == ["TP=1 PP=4 DP=1", "TP=4 PP=1 DP=1"]
     assert "got 4, wanted a divisor of the model's 6 layers" in reasons[0]
     assert "got 4, wanted a divisor of the model's 2 query groups" in reasons[1]
+
+
+def test_layouts_and_recomputation_that_a_decoder_does_not_support_are_left_out() -> None:
+    linear = replace(SHAPE, linear_attention=LinearAttentionShape(2, 2, 16, 16, 4))
+    fitting, reasons = fitting_layouts(2, linear)
+    assert fitting
+    assert all(sizes.cp == 1 for sizes in fitting)
+    assert reasons[-1] == (
+        "TP=1 CP=2 PP=1 DP=1: not supported for a model with linear attention or Mamba-2"
+    )
+    gemma4 = Gemma4Shape(16, 2, keys_as_values=False, global_rotary=0.5)
+    for layers, wanted in ((0, Recompute.full), (2, Recompute.selective)):
+        shape = replace(SHAPE, gemma4=replace(gemma4, shared_layers=layers))
+        assert most_recomputation(shape) is wanted
 
 
 def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[str]) -> None:

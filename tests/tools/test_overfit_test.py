@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
+from nemo_aligner.utils.errors import TrainingError
 from tests.data.test_packing import dataset
 from tests.distributed.layouts import archive
 from tests.harness import families, tiny
@@ -100,6 +102,9 @@ class Rote:
     def validate(self) -> dict[str, float]:
         return {"validation-probe/accuracy": self._accuracy}
 
+    def release(self) -> None:
+        self._accuracy = float("nan")
+
 
 def test_probe_result() -> None:
     data = few_records(TrainingData(dataset([2, 3] * 4), [], None, BradleyTerry()), 2)  # type: ignore[arg-type]
@@ -109,6 +114,33 @@ def test_probe_result() -> None:
     assert result.losses == ((1.0, pytest.approx(1 / 3)),) * 2
     assert result.passed
     assert not probe(lambda training_data: Rote(training_data, looks=False), data, 3).passed
+
+
+def test_probe_frees_a_learner_before_it_builds_the_next_and_after_an_error() -> None:
+    data = few_records(TrainingData(dataset([2, 3] * 4), [], None, BradleyTerry()), 2)  # type: ignore[arg-type]
+    alive: weakref.WeakSet[Rote] = weakref.WeakSet()
+    released = []
+
+    class Cyclic(Rote):
+        """Is freed only by the garbage collector, like Megatron's optimizers."""
+
+        def __init__(self, data: TrainingData) -> None:
+            super().__init__(data, looks=True)
+            assert not alive
+            alive.add(self)
+            self._itself = self
+
+        def train_step(self, step: int) -> dict[str, float]:
+            if len(released) == 1:
+                raise TrainingError("the loss is not finite")
+            return super().train_step(step)
+
+        def release(self) -> None:
+            released.append(self._right)
+
+    with pytest.raises(TrainingError):
+        probe(Cyclic, data, 1)
+    assert released == [1.0, 0.0]
 
 
 def test_probe_swaps_labels_back_when_it_swaps_twice() -> None:

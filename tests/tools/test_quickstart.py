@@ -37,7 +37,11 @@ try:
 except KeyboardInterrupt:
     time.sleep(1)
 """
-SMI = '#!/bin/sh\nfor each in 0 1 2; do echo "GPU $each: NVIDIA H100 (UUID: GPU-$each)"; done\n'
+TORCH = """
+class cuda:
+    is_available = lambda: {is_available}
+    device_count = lambda: 3
+"""
 
 
 def test_quickstart_layout_suits_the_machine() -> None:
@@ -47,12 +51,13 @@ def test_quickstart_layout_suits_the_machine() -> None:
 
 
 def test_quickstart_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_local_machine() == LocalMachine(gpus=0)
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert find_local_machine() == LocalMachine(gpus=3)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for is_available, gpus in ((True, 3), (False, 0)):
+        (tmp_path / "torch.py").write_text(TORCH.format(is_available=is_available))
+        assert find_local_machine() == LocalMachine(gpus)
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    with pytest.raises(StepFailed, match="counting the GPUs with torch ended with exit code 1"):
+        find_local_machine()
 
 
 def test_quickstart_script_shows_its_help_before_it_installs(tmp_path: Path) -> None:
@@ -107,6 +112,35 @@ def test_quickstart_data_and_base_belong_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base: .* does not exist"):
         Quickstart(output=tmp_path, data=data, base=tmp_path / "no.nemo").check()
     Quickstart(output=tmp_path).check()
+
+
+def test_quickstart_rejects_an_output_folder_of_another_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, verbs = LocalMachine(gpus=0), []
+
+    def convert(verb: str, *_: str) -> None:
+        verbs.append(verb)
+        (tmp_path / "base.nemo").touch()
+
+    monkeypatch.setattr(quickstart, "run", convert)
+    first, second = tmp_path / "first", tmp_path / "second.gguf"
+    first.mkdir()
+    (first / "model.safetensors").write_text("weights")
+    second.write_text("weights")
+    for _ in range(2):
+        quickstart._get_base(Quickstart(tmp_path, base=first), machine)
+    assert verbs == ["convert"]
+    converted = rf"output: .*base\.nemo was converted from {first} \(7 bytes, .*"
+    for base, found in ((second, str(second)), (None, "the demo's model SmolLM2")):
+        with pytest.raises(ConfigError, match=f"{converted}{found}.* choose another --output"):
+            quickstart._get_base(Quickstart(tmp_path, base=base), machine)
+    (first / "model.safetensors").write_text("new weights")
+    with pytest.raises(ConfigError, match=rf"{converted}{first} \(11 bytes"):
+        quickstart._get_base(Quickstart(tmp_path, base=first), machine)
+    (tmp_path / "base.source.txt").unlink()
+    with pytest.raises(ConfigError, match="converted from an unknown model"):
+        quickstart._get_base(Quickstart(tmp_path, base=first), machine)
 
 
 METRICS = """step,train/loss,validation-held/by_source/x/{name},validation-held/{name}

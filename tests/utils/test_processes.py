@@ -35,6 +35,12 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[003-004]",
     "SLURM_JOB_ID": "71002",
 }
+ONLY_TASK = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 
 
 def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
@@ -42,6 +48,7 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
         (TORCHRUN, (5, 8, 1, 4), ("node1", 1234)),
         (SLURM, (9, 16, 1, 8), ("gpu003", 29402)),
         ({**SLURM, "MASTER_ADDR": "head"}, (9, 16, 1, 8), ("head", 29402)),
+        ({**SLURM, **ONLY_TASK}, (0, 1, 0, 1), None),
     ):
         process = find_process(environment)
         ranks = (process.rank, process.world_size, process.local_rank, process.local_world_size)

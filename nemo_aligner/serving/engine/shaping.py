@@ -246,7 +246,7 @@ class RewardShaper:
             "ensemble.combine": is_inverted and is_pessimistic,
         }
         weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
-        for rules, wanted in (
+        for rules, accepted_weights in (
             (needs_one_reward, "one reward of weight 1"),
             (needs_no_inversion, "none below 0"),
         ):
@@ -254,7 +254,7 @@ class RewardShaper:
                 if is_violated:
                     raise ConfigError(
                         f"{rule}: the model has the attribute weights {shown(weights)}, wanted "
-                        f"{wanted}; set shaping.attribute_weights"
+                        f"{accepted_weights}; set shaping.attribute_weights"
                     )
 
     def _build_contract(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
