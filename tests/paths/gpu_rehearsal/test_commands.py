@@ -25,7 +25,8 @@ NORM = "copy to host at training/optimizer.py"
 COUNT = "item at models/step.py"
 DECISIONS = {
     "step": {REWARDS: 1, NORM: 1, COUNT: 1},
-    "validation": {REWARDS: 1},
+    # All ranks decide by rank 0's metrics.
+    "validation": {REWARDS: 1, "broadcast_object_list at distributed/collectives.py": 1},
     # All packs of a call are queued before the host waits for any of them.
     "begin": {},
     "score": {"synchronize at utils/host_transfer.py": 1},
