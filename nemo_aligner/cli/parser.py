@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"got {word}, which is not an option{hint}")
         # Settings may come before, between and after flags; ``parse_args`` would not allow that.
         # But ``parse_intermixed_args`` takes words after ``--`` for options.
-        parse = self.parse_args if "--" in argv else self.parse_intermixed_args
+        parse = self.parse_args if options_end < len(argv) else self.parse_intermixed_args
         options = parse(argv)
         options.argv = list(argv)
         flags_in_errors = flags if self._settings_are_flags else []

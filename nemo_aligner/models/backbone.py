@@ -123,8 +123,7 @@ def _check_supported(shape: ModelShape, layout: ParallelLayout, recompute: Recom
             f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
             "with linear attention or Mamba-2. Set it to 1"
         )
-    is_full = recompute is Recompute.full
-    if is_full and shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
+    if recompute is Recompute.full and not shape.can_recompute_fully:
         raise ConfigError(
             "model.activations_checkpoint_granularity: got full, which is not supported for a "
             "model whose layers read an earlier layer's keys or inputs of their own, because "

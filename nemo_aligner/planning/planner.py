@@ -137,8 +137,7 @@ class Planner:
         """
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
-        if self.shape.gemma4 is not None and self.shape.gemma4.needs_whole_backward:
-            # Full recomputation would lose gradients.
+        if not self.shape.can_recompute_fully:
             kinds = [Recompute.none, Recompute.selective]
             return [replace(plan, recompute=kind) for kind in kinds]
         full = replace(plan, recompute=Recompute.full)

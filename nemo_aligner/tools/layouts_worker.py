@@ -145,9 +145,7 @@ def _score_at_layout(
 
 def most_recomputation(shape: ModelShape) -> Recompute:
     """Return the kind that recomputes the most activations of those that the model supports."""
-    if shape.gemma4 is not None and shape.gemma4.needs_whole_backward:
-        return Recompute.selective
-    return Recompute.full
+    return Recompute.full if shape.can_recompute_fully else Recompute.selective
 
 
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:

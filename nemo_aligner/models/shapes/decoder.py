@@ -409,6 +409,11 @@ class ModelShape:
         )
         return element_bytes * sum(widths)
 
+    @property
+    def can_recompute_fully(self) -> bool:
+        """False if full recomputation would lose gradients (``needs_whole_backward``)."""
+        return self.gemma4 is None or not self.gemma4.needs_whole_backward
+
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
 
