@@ -1,7 +1,8 @@
 """Every command of the pages runs: here with tiny data, or in the test that ``ELSEWHERE`` names.
 
 ``NEEDS`` names commands that need what no test machine has, and says what. A training on more
-processes than this machine has cores is checked only up to its first step.
+processes than this machine has cores is checked only up to its first step. The ranks of one on two
+are forks of prepared processes; ``tests/paths/test_quickstart.py`` has ``--processes`` start them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ WITH_PYTHON = (
     "docs/python.md",
 )
 IN_PROCESS = "import nemo_aligner as na"  # the lines after it on a page belong to the same program
-SEVERAL = re.compile(r"--processes (\d+)")
+PROCESSES = "--processes"
 MOST_PROCESSES = 2
 COLUMNS = 100  # from the log of a training
 # The base model has four layers; the pages describe SmolLM2, which has thirty.
@@ -149,6 +150,20 @@ def steps_of_all() -> dict[Path, list[str]]:
 STEPS = steps_of_all()
 
 
+def split_ranks(arguments: list[str]) -> tuple[int, list[str]]:
+    """Return the number of ranks that are started here, and the arguments of each.
+
+    A training on more than ``MOST_PROCESSES`` is one dry run that knows how many they are.
+    """
+    if PROCESSES not in arguments:
+        return 1, arguments
+    at = arguments.index(PROCESSES)
+    ranks = int(arguments[at + 1])
+    if ranks > MOST_PROCESSES:
+        return 1, ["--dry-run", *arguments]
+    return ranks, arguments[:at] + arguments[at + 2 :]
+
+
 class Page:
     """A page whose commands are run, in a folder of its own."""
 
@@ -180,7 +195,7 @@ class Page:
                 exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
         elif launched := LAUNCHED.fullmatch(step):
             script, ranks = str(self._folder / launched[2]), int(launched[1])
-            tiny.run_script(script, processes=ranks, fresh=True, folder=self._folder)
+            tiny.run_script(script, processes=ranks, folder=self._folder)
         elif exported := EXPORT.fullmatch(step):
             self._env[exported[1]] = self._run_in_bash(f"printf %s {exported[2]}")
         elif is_server(step):
@@ -212,6 +227,7 @@ class Page:
     def _run(self, verb: str, arguments: list[str]) -> None:
         if "--output" in arguments:
             self._remove(self._folder / arguments[arguments.index("--output") + 1])
+        ranks, arguments = split_ranks(arguments)
         if verb == "train":
             arguments = self._small(arguments)
         elif verb == "score":
@@ -220,7 +236,7 @@ class Page:
             arguments += ["--steps", "10", "model.optim.lr=3e-3", *RUN]
         elif verb in FEW_PAIRS:
             arguments += ["--pairs", FEW_PAIRS[verb]]
-        done = tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
+        done = tiny.run_verb(verb, *arguments, processes=ranks, folder=self._folder, env=self._env)
         if verb == "train" and "--dry-run" not in arguments:
             lines = [line for line in done.stdout.splitlines() if ": in the cache as " not in line]
             assert [line for line in lines if len(line) > COLUMNS] == []
@@ -236,11 +252,9 @@ class Page:
         ]
         if "data_prefix.validation" not in named:  # a file of the data that the page names
             added = [setting for setting in added if "validation" not in setting]
-        several = SEVERAL.search(named)
-        dry = ["--dry-run"] if several and int(several[1]) > MOST_PROCESSES else []
         short = SHORT if "training_rm.yaml" in named else []
         frozen = [FROZEN] if FREEZE in named or "train_reward_model_cpu" in named else []
-        return [*dry, *arguments, *added, *short, *frozen, *RUN]
+        return [*arguments, *added, *short, *frozen, *RUN]
 
     def _serve(self, verb: str, arguments: list[str]) -> None:
         prefix = "gateway" if verb == "gateway" else "server"

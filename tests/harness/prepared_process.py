@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,9 @@ OURS = (
 def main() -> dict[str, Any] | None:
     """Serve jobs until stdin closes. In a forked child, return the job to run there."""
     import_libraries()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # it is for the interpreter that goes down, and forks only exit
+    try_template()
     assert len(os.listdir("/proc/self/task")) == 1, "a library started a thread: it may not fork"
     gc.freeze()
     scripts: dict[int, int] = {}  # process id by a descriptor that is readable once it has ended
@@ -76,6 +80,18 @@ def import_libraries() -> None:
     for name in (*LIBRARIES, *OURS):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
+
+
+def try_template() -> None:
+    """Check the chat template of the tests' tokenizer, which nearly every script does at its start.
+
+    Forks have the result, and need no process for the trial: 0.15 s of CPU time.
+    """
+    from nemo_aligner.contract.chat_template import ChatTemplate
+    from nemo_aligner.contract.template_check import check_terminates
+    from tests.harness.template import BOS, CHATML, EOS
+
+    check_terminates(ChatTemplate(CHATML, BOS, EOS))
 
 
 def answer(**values: int) -> None:

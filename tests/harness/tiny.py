@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.harness.environments import write_bytecode
 from tests.harness.launching import PREPARED, ROOT, launch_script
+from tests.harness.template import BOS, CHATML, EOS
 
 write_bytecode()
 # The environment at the start of the test run; libraries and launches in this process change it.
@@ -23,10 +24,6 @@ TEXT = (
     "three four five"
 )
 WORDS = TEXT.split()
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-)
 SHAPE = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -68,8 +65,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
+        bos_token=BOS,
+        eos_token=EOS,
         pad_token="<|endoftext|>",
     )
     fast.chat_template = CHATML
