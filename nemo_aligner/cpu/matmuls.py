@@ -146,9 +146,10 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
     oneDNN also compiles and caches its kernels for these sizes.
     """
     if weight.is_cpu:
+        trials = Trials(weight, bias)
         for size in range(_STEP // 2, MOST_ROWS + 1, _STEP // 2):
             if size % row_multiple(size) == 0:
-                _chunk_size(size, weight, bias, rows)
+                _chunk_size(size, weight, bias, rows, trials)
 
 
 # Results of trials. Only one weight of each shape is tried out, because the order of summation
@@ -157,43 +158,45 @@ _TRIED: dict[tuple[Any, ...], int] = {}
 _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
-def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
+def _chunk_size(
+    size: int, weight: Tensor, bias: Tensor | None, rows: int, trials: Trials | None = None
+) -> int:
     """Return the smallest chunk size of at least ``size`` that is bit-identical to the reference.
 
     The reference is the size that ``_reference_size`` returns; it is the result if a trial finds no
     smaller size.
+
+    Args:
+        trials: those of ``weight`` and ``bias``, if the caller needs several sizes.
     """
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
-        reference = _reference_size(weight, bias, rows, kind)
+        trials = trials or Trials(weight, bias)
+        reference = _reference_size(trials, rows, kind)
         more = range(size + -size % _STEP, reference, _STEP)
         same = (
-            candidate
-            for candidate in (size, *more)
-            if _is_same(candidate, weight, bias, reference, kind)
+            candidate for candidate in (size, *more) if _is_same(candidate, trials, reference, kind)
         )
         _TRIED[name] = next(same, reference)
     return _TRIED[name]
 
 
-def _is_same(
-    size: int, weight: Tensor, bias: Tensor | None, reference: int, kind: tuple[Any, ...]
-) -> bool:
+def _is_same(size: int, trials: Trials, reference: int, kind: tuple[Any, ...]) -> bool:
     """Tell if a row has bit-identical results in matmuls of ``size`` and of ``reference`` rows.
 
-    A trial decides this (``_has_same_bits``); its result is stored in ``_TRIED``.
+    A trial decides this; its result is stored in ``_TRIED``.
 
     Args:
         kind: what the result depends on in addition to the two sizes, such as the weight's shape.
     """
     name = ("is the same", size, reference, *kind)
     if name not in _TRIED:
-        _TRIED[name] = size == reference or _has_same_bits(size, weight, bias, reference)
+        _TRIED[name] = size == reference or trials.has_same_bits(size, reference)
     return bool(_TRIED[name])
 
 
-def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
+def _reference_size(trials: Trials, rows: int, kind: tuple[Any, ...]) -> int:
     """Return ``rows``, or 64 where a matmul of 64 rows is bit-identical to more other sizes.
 
     In bf16 on AMX, oneDNN sums in one of several orders, depending on the number of rows. For a
@@ -204,27 +207,41 @@ def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[
     if name not in _TRIED:
 
         def count_same(reference: int) -> int:
-            return sum(_is_same(size, weight, bias, reference, kind) for size in _PROBED)
+            return sum(_is_same(size, trials, reference, kind) for size in _PROBED)
 
         is_same_for_all = count_same(rows) == len(_PROBED)
         _TRIED[name] = rows if is_same_for_all else max((rows, _FEW), key=count_same)
     return _TRIED[name]
 
 
-def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Compute the same rows in matmuls of ``size`` and of ``rows`` rows, and compare the results.
+class Trials:
+    """Matmuls of the same random rows in several sizes, whose results are compared bit by bit.
 
-    The inputs are random, so ``weight`` and ``bias`` give only their shapes and dtype.
+    The rows and a weight are drawn once for each size that others are compared with.
 
-    Returns:
-        True if every row of the matmul of ``size`` rows is bit-identical to the result that the
-        same input row has in the matmul of ``rows`` rows.
+    Args:
+        weight, bias: tensors that give only their shapes, dtype, layout and device.
     """
-    drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
-    expected = _any_matmul(drawn, drawn_weight, drawn_bias)
-    repeated = torch.arange(size) % rows
-    product = _any_matmul(drawn[repeated], drawn_weight, drawn_bias)
-    return bool((product == expected[repeated]).all())
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        # What was drawn for a number of rows, and the product of these rows.
+        self._drawn: dict[int, tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]] = {}
+
+    def has_same_bits(self, size: int, rows: int) -> bool:
+        """Compute the same rows in matmuls of ``size`` and of ``rows`` rows, and compare.
+
+        Returns:
+            True if every row of the matmul of ``size`` rows is bit-identical to the result that the
+            same input row has in the matmul of ``rows`` rows.
+        """
+        if rows not in self._drawn:
+            drawn = that_cancel(self._weight, self._bias, rows)
+            self._drawn[rows] = drawn, _any_matmul(*drawn)
+        (x, weight, bias), expected = self._drawn[rows]
+        repeated = torch.arange(size) % rows
+        product = _any_matmul(x[repeated], weight, bias)
+        return bool((product == expected[repeated]).all())
 
 
 def that_cancel(

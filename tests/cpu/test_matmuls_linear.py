@@ -54,7 +54,8 @@ def test_trial_tells_another_order_of_sums_in_bf16(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(matmuls, "_any_matmul", by_company)
     weight = torch.randn(1, 577).bfloat16()
     for bias in (None, torch.randn(1).bfloat16()):
-        same = [matmuls._has_same_bits(size, weight, bias, 64) for size in (16, 64, 96, 128)]
+        trials = matmuls.Trials(weight, bias)
+        same = [trials.has_same_bits(size, 64) for size in (16, 64, 96, 128)]
         assert same == [False, True, False, True]
 
 
