@@ -4,7 +4,7 @@ A downloaded checkpoint may be malicious: a pickle can run any code, and a few b
 pickle can expand to gigabytes. This module has three parts:
 
 - text, YAML and JSON: ``read_text``, ``read_yaml``, ``read_json``;
-- pickles in files of ``torch.save``: ``load_plain``, ``outline_of``, ``bounded_torch_load``;
+- pickles in files of ``torch.save``: ``load_plain``, ``TorchFile``, ``bounded_torch_load``;
 - the index of a distributed checkpoint, which is also a pickle: ``read_metadata``.
 """
 
@@ -165,24 +165,56 @@ def _describe_error(error: BaseException) -> str:
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
-def torch_archive(stored: BinaryIO) -> Any:
-    """Open a zip file of ``torch.save`` with the reader that ``torch.load`` uses.
+class TorchFile:
+    """A zip file of ``torch.save``, open in the reader that ``torch.load`` uses.
 
-    Python's zipfile is not used: it does not tell the offset of a member, and if two members have
-    the same name, it may choose another one than torch.
+    Python's zipfile does not tell the offset of a member's data, and if two members have the same
+    name, it may choose another one than torch.
+
+    Args:
+        stored: the file; it must stay open.
+
+    Raises:
+        Exception: of many types, if the file is damaged, compressed or no zip file.
     """
-    stored.seek(0)
-    return torch._C.PyTorchFileReader(stored)
 
+    def __init__(self, stored: BinaryIO) -> None:
+        stored.seek(0)
+        if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
+            # Other files have the format before torch 1.6, which torch reads with other, unchecked
+            # code.
+            raise zipfile.BadZipFile("File is not a zip file of torch.save")
+        with zipfile.ZipFile(stored) as archive:
+            self._members = archive.infolist()
+        if any(member.compress_type for member in self._members):  # could expand to any size
+            raise zipfile.BadZipFile("it is compressed; torch.save writes uncompressed files")
+        stored.seek(0)
+        self._reader: Any = torch._C.PyTorchFileReader(stored)
 
-def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
-    """Return the size in bytes of the record ``name`` of ``torch_archive(stored)``.
+    def has(self, name: str) -> bool:
+        """Tell if there is a record of this name."""
+        return bool(self._reader.has_record(name))
 
-    torch itself has ``get_record_size`` only since 2.12.
-    """
-    start = archive.get_record_header_offset(name)
-    members = zipfile.ZipFile(stored).infolist()
-    return next(member.file_size for member in members if member.header_offset == start)
+    def read(self, name: str) -> bytes:
+        """Return the content of the record ``name``."""
+        return bytes(self._reader.get_record(name))
+
+    def locate(self, name: str) -> tuple[int, int]:
+        """Return where the record ``name`` begins in the file, and its size, in bytes."""
+        # torch itself has ``get_record_size`` only since 2.12.
+        header = self._reader.get_record_header_offset(name)
+        size = next(each.file_size for each in self._members if each.header_offset == header)
+        return self._reader.get_record_offset(name), size
+
+    def outline(self) -> Any:
+        """Return what is stored, with an ``Outline`` for everything that is not plain data.
+
+        Raises:
+            Exception: of many types, if reading it would take too much time or memory, too.
+        """
+        outline = _OutlineUnpickler(BytesIO(self.read(_PICKLE_NAME)), encoding="bytes").load()
+        _check_small(outline, _MAX_FILE_PARTS, "content")
+        return outline
 
 
 # Most parts (see ``_check_small``) of a key, or of the arguments of a call; those of checkpoints
@@ -206,15 +238,17 @@ def _check_small(
         item = unvisited.pop()
         # Loop instead of recursion, because a deeply nested object would overflow the stack.
         inside: Any = ()
-        if isinstance(item, dict):
+        if isinstance(item, str | bytes):
+            parts += len(item)
+        elif isinstance(item, dict):
             inside = [*item, *item.values()]
         elif isinstance(item, tuple | list | set | frozenset):
             inside = item
         # Do not look into classes and functions: they come from this package or from torch, not
         # from the file.
-        elif not isinstance(item, type | FunctionType | Enum):
+        elif not isinstance(item, int | type | FunctionType | Enum):
             inside = getattr(item, "__dict__", {}).values()
-        parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
+        parts += 1 + len(inside)
         if parts > limit:
             raise pickle.UnpicklingError(
                 f"the pickle has {description} of more than {limit} parts, unlike a checkpoint"
@@ -341,27 +375,6 @@ def _is_text(value: Any) -> bool:
     return is_encoded or isinstance(value, str | bytes)
 
 
-def outline_of(stored: BinaryIO) -> Any:
-    """Read a file of ``torch.save``, with an ``Outline`` for everything that is not plain data.
-
-    Raises:
-        Exception: of many types, if the file is damaged, or would take too much time or memory.
-    """
-    stored.seek(0)
-    if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # Other files have the format before torch 1.6, which torch reads with other, unchecked
-        # code.
-        raise zipfile.BadZipFile("File is not a zip file of torch.save")
-    with zipfile.ZipFile(stored) as archive:
-        is_compressed = any(member.compress_type for member in archive.infolist())
-    if is_compressed:  # could expand to any size
-        raise zipfile.BadZipFile("it is compressed; torch.save writes uncompressed files")
-    pickled = torch_archive(stored).get_record(_PICKLE_NAME)
-    outline = _OutlineUnpickler(BytesIO(pickled), encoding="bytes").load()
-    _check_small(outline, _MAX_FILE_PARTS, "content")
-    return outline
-
-
 def load_plain(stored: BinaryIO) -> Any:
     """Read tensors, on the CPU, and plain data from a file of ``torch.save``.
 
@@ -374,7 +387,7 @@ def load_plain(stored: BinaryIO) -> Any:
     """
     # Read the file twice: the first pass creates no objects and bounds the cost, the second is
     # torch's.
-    outline_of(stored)
+    TorchFile(stored).outline()
     stored.seek(0)
     return torch.load(stored, map_location="cpu", weights_only=True)
 
@@ -389,7 +402,7 @@ def bounded_torch_load() -> Iterator[None]:
 
     def bounded(file: Any, *arguments: Any, **options: Any) -> Any:
         with nullcontext(file) if hasattr(file, "read") else open(file, "rb") as stored:
-            outline_of(stored)
+            TorchFile(stored).outline()
             stored.seek(0)
         return load(file, *arguments, **{**options, "weights_only": True})
 

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from nemo_aligner.checkpoint.safe_load import (
     INDEX_NAME,
     Outline,
+    TorchFile,
     load_plain,
-    outline_of,
-    record_size,
-    torch_archive,
 )
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -243,27 +241,28 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
 
     Return None if only torch can load the shard, as its byte order, strides or dtype are unusual.
     """
-    outline = outline_of(stored)
+    file = TorchFile(stored)
+    outline = file.outline()
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
         return None
     storage, first, size, stride, *_ = outline.parts
     # In torch.save, a storage has: "storage", its class, its key in the zip, a device, its size.
     _, storage_class, key, *_ = storage.parts[0]
     dtype = _STORAGES.get(getattr(storage_class, "name", ""))
-    archive, name = torch_archive(stored), f"data/{key}"
     row_by_row = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if (
         dtype is None
         or (size, stride) != (shape, row_by_row)
-        or not archive.has_record("byteorder")
-        or archive.get_record("byteorder") != sys.byteorder.encode()
+        or not file.has("byteorder")
+        or file.read("byteorder") != sys.byteorder.encode()
     ):
         return None
     if type(first) is not int or first < 0:
         raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0 or more")
-    if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
+    start, stored_bytes = file.locate(f"data/{key}")
+    if (first + math.prod(shape)) * dtype.itemsize > stored_bytes:
         raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
-    return archive.get_record_offset(name) + first * dtype.itemsize, dtype
+    return start + first * dtype.itemsize, dtype
 
 
 class FileSlice(RawIOBase):
