@@ -191,28 +191,30 @@ class TorchFile:
         stored.seek(0)
         self._reader: Any = torch._C.PyTorchFileReader(stored)
 
-    def has(self, name: str) -> bool:
+    def has_record(self, name: str) -> bool:
         """Tell if there is a record of this name."""
         return bool(self._reader.has_record(name))
 
-    def read(self, name: str) -> bytes:
+    def read_record(self, name: str) -> bytes:
         """Return the content of the record ``name``."""
         return bytes(self._reader.get_record(name))
 
-    def locate(self, name: str) -> tuple[int, int]:
+    def locate_record(self, name: str) -> tuple[int, int]:
         """Return where the record ``name`` begins in the file, and its size, in bytes."""
         # torch itself has ``get_record_size`` only since 2.12.
         header = self._reader.get_record_header_offset(name)
-        size = next(each.file_size for each in self._members if each.header_offset == header)
+        size = next(member.file_size for member in self._members if member.header_offset == header)
         return self._reader.get_record_offset(name), size
 
-    def outline(self) -> Any:
+    def read_outline(self) -> Any:
         """Return what is stored, with an ``Outline`` for everything that is not plain data.
 
         Raises:
             Exception: of many types, if reading it would take too much time or memory, too.
         """
-        outline = _OutlineUnpickler(BytesIO(self.read(_PICKLE_NAME)), encoding="bytes").load()
+        outline = _OutlineUnpickler(
+            BytesIO(self.read_record(_PICKLE_NAME)), encoding="bytes"
+        ).load()
         _check_small(outline, _MAX_FILE_PARTS, "content")
         return outline
 
@@ -387,7 +389,7 @@ def load_plain(stored: BinaryIO) -> Any:
     """
     # Read the file twice: the first pass creates no objects and bounds the cost, the second is
     # torch's.
-    TorchFile(stored).outline()
+    TorchFile(stored).read_outline()
     stored.seek(0)
     return torch.load(stored, map_location="cpu", weights_only=True)
 
@@ -402,7 +404,7 @@ def bounded_torch_load() -> Iterator[None]:
 
     def bounded(file: Any, *arguments: Any, **options: Any) -> Any:
         with nullcontext(file) if hasattr(file, "read") else open(file, "rb") as stored:
-            TorchFile(stored).outline()
+            TorchFile(stored).read_outline()
             stored.seek(0)
         return load(file, *arguments, **{**options, "weights_only": True})
 

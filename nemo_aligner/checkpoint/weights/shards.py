@@ -242,7 +242,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     Return None if only torch can load the shard, as its byte order, strides or dtype are unusual.
     """
     file = TorchFile(stored)
-    outline = file.outline()
+    outline = file.read_outline()
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
         return None
     storage, first, size, stride, *_ = outline.parts
@@ -253,13 +253,13 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     if (
         dtype is None
         or (size, stride) != (shape, row_by_row)
-        or not file.has("byteorder")
-        or file.read("byteorder") != sys.byteorder.encode()
+        or not file.has_record("byteorder")
+        or file.read_record("byteorder") != sys.byteorder.encode()
     ):
         return None
     if type(first) is not int or first < 0:
         raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0 or more")
-    start, stored_bytes = file.locate(f"data/{key}")
+    start, stored_bytes = file.locate_record(f"data/{key}")
     if (first + math.prod(shape)) * dtype.itemsize > stored_bytes:
         raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
     return start + first * dtype.itemsize, dtype
