@@ -1,7 +1,7 @@
 """Models at some layouts: ``layouts.py FOLDER REWARD_MODEL ARCHIVE...``, under torchrun.
 
-Of each ARCHIVE a step of training, whose weights are saved in FOLDER/LAYOUT/ARCHIVE, and rewards in
-bf16; of REWARD_MODEL the values of a critic. What rank N found is in FOLDER/rankN.
+Of each ARCHIVE a step of training, with the weights after it, and rewards in bf16; of REWARD_MODEL
+the values of a critic. What rank N found is in FOLDER/rankN.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint import load as load_checkpoint
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
 )
-from nemo_aligner.checkpoint.weights.save import save_weights
+from nemo_aligner.checkpoint.weights.shards import slices_of
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS, OptimConfig, Recompute, SchedulerConfig
 from nemo_aligner.data.packing import uniform_rope
-from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
@@ -56,7 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # in 300,000, and they moved rewards by up to 7e-5. With this epsilon an update is also nearly
 # proportional to a small gradient, so weights show a gradient that is wrong by a factor.
 EPSILON = 1e-3
-IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
+IN_BF16 = ("TP=2+SP", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
@@ -68,8 +64,9 @@ HYBRIDS = [
 ]  # fmt: skip
 # What is there of layers that read the token's embedding, which only the first stage has.
 OF_ONE_STAGE = ["gemma4_small"]
-# One case for each kind of attention. CP=2+ring has only these: the ring is a backend of attention,
-# and all other code is that of CP=2, which has all cases.
+# One case for each kind of attention. CP=2+ring has only these, because the ring is a backend of
+# attention. TP=2 and CP=2 also have those of experts: all other code at TP=2 is that of TP=2+SP,
+# and at CP=2 that of one process.
 ATTENTIONS = [
     "llama3", "llama_dynamic", "mistral_untied_window", "gemma2", "gemma3", "deepseek_v3_untied",
     "gemma4", "gemma4_small", "gpt_oss",
@@ -134,12 +131,16 @@ def everyone(rewards: Any, layout: ParallelLayout) -> list[float]:
 
 
 def step(
-    archive: Path,
-    layout: ParallelLayout,
-    recompute: Recompute = Recompute.none,
-    save: Path | None = None,
+    archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none
 ) -> dict[str, Any]:
-    """Rewards before a step and after it, and the norm of its gradient.
+    """Rewards before a step and after it, and the norm of its gradient."""
+    return step_with_weights(archive, layout, recompute)[0]
+
+
+def step_with_weights(
+    archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none
+) -> tuple[dict[str, Any], dict[str, list[Part]]]:
+    """What ``step`` returns, and the parts of the weights after the step.
 
     A mixture's routers are trained, with the auxiliary loss, which depends on the packs.
     """
@@ -156,14 +157,12 @@ def step(
     assert update.applied
     optimizer.finish_update()
     after = infer(wrapped, packs, layout)
-    if save is not None:
-        on_main(lambda: save.parent.mkdir(exist_ok=True))
-        save_weights(model.sharded_state_dict(prefix="model."), save)
-    return {
+    found = {
         "before": everyone(before, layout),
         "grad_norm": update.grad_norm,
         "after": everyone(after, layout),
     }
+    return found, parts_of(model)
 
 
 def lora_steps(archive: Path, layout: ParallelLayout) -> dict[str, list[float]]:
@@ -198,16 +197,44 @@ def lora_at_layouts(archives: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """The whole weights that ``step`` saved in ``folder``, read by torch's own reader."""
-    reader = FileSystemReader(str(folder))
-    state = {
-        key: torch.empty(stored.size, dtype=stored.properties.dtype)
-        for key, stored in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
-    load_checkpoint(state, storage_reader=reader, no_dist=True)
-    return state
+# What a rank has of a weight: where it begins on each axis, the size of the whole, and its data.
+Part = tuple[tuple[int, ...], tuple[int, ...], Tensor]
+
+
+def parts_of(model: Any) -> dict[str, list[Part]]:
+    """The parts of all weights that this rank has, by the names that they are saved by."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    parts: dict[str, list[Part]] = {}
+    for entry in nested_values(model.sharded_state_dict(prefix="model.")):
+        built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        for tensor in nested_values(built):
+            if isinstance(tensor, ShardedTensor):
+                data = (
+                    tensor.data.detach()
+                    .clone()
+                    .view(*[1] * tensor.prepend_axis_num, *tensor.data.shape)
+                )
+                part = (tensor.global_offset, tensor.global_shape, data)
+                parts.setdefault(tensor.key, []).append(part)
+    return parts
+
+
+def whole_weights(ranks: Sequence[dict[str, list[Part]]]) -> dict[str, Tensor]:
+    """The whole weights of which the ranks have parts. What several have must be the same bits."""
+    weights: dict[str, Tensor] = {}
+    for key in dict.fromkeys(key for of_rank in ranks for key in of_rank):
+        parts = [part for of_rank in ranks for part in of_rank.get(key, [])]
+        weight = torch.full(parts[0][1], torch.nan)
+        for begin, _, data in parts:
+            place = weight[slices_of(begin, data.shape)]
+            is_free = place.isnan()
+            assert torch.equal(place[~is_free], data[~is_free]), f"{key}: replicas differ"
+            place.copy_(data)
+        assert not weight.isnan().any(), f"{key}: no rank has a part of it"
+        weights[key] = weight
+    return weights
 
 
 def rewards(model: Any, layout: ParallelLayout) -> list[float]:
@@ -306,6 +333,9 @@ def is_split_by(layout: Any, case: str) -> bool:
     """Whether a case is trained at a layout, which may be given by its sizes alone."""
     if layout.ring and case not in ATTENTIONS:
         return False
+    is_plain = case not in {*ATTENTIONS, *MIXTURES, *HYBRIDS}
+    if is_plain and layout.pp == 1 and not layout.sequence_parallel and layout.tp * layout.cp > 1:
+        return False
     is_one_stage = layout.pp == 1 or case not in OF_ONE_STAGE
     has_experts = layout.ep == 1 or case in MIXTURES
     return is_one_stage and has_experts and (layout.cp == 1 or case not in HYBRIDS)
@@ -314,14 +344,15 @@ def is_split_by(layout: Any, case: str) -> bool:
 def main(folder: str, reward_model: str, *archives: str) -> None:
     with launch(60.0) as world:
         found: dict[str, dict[str, Any]] = {}
-        on_rank: dict[str, Any] = {}
+        weights: dict[tuple[str, str], dict[str, list[Part]]] = {}
+        on_rank: dict[str, Any] = {"weights": weights}
         for name, sizes in LAYOUTS.items():
             layout = initialize_layout(**sizes)
             found[name] = {}
             for archive in map(Path, archives):
                 if not is_split_by(layout, archive.stem):
                     continue
-                got = step(archive, layout, save=Path(folder, name, archive.stem))
+                got, weights[name, archive.stem] = step_with_weights(archive, layout)
                 if name in IN_BF16:
                     model = load(archive, layout, Precision.bf16)
                     with recorded_choices(model) as got["choices"]:
