@@ -203,14 +203,15 @@ def inspect_parser() -> Parser:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print a table and the first records of each file; return 1 if a file is invalid, else 0."""
+    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.hub import local_files
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
-    rules = _read_rules(options)
+    rules, named_by_flags = _read_rules(options), MalformedRule(section="")
     inspection = Inspection(
         rules=rules,
         show=options.show,
-        reading=read_format(options, prompts=_read_prompts(options)),
+        reading=read_format(options, prompts=_read_prompts(options), rule=named_by_flags),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -280,9 +281,9 @@ Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
   nemo-aligner data split pairs.jsonl --output data --heldout 0.1
 
 Reads every format for training, and copies lines unchanged. All records of a prompt go to the same
-side; records that training would drop are dropped and counted. It also prints how accurate the rule
-"the longer reply is better" is on the held-out records: with --tokenizer lengths are in tokens,
-else in characters.
+side. Ties are kept, as some objectives learn from them; other records that training would drop are
+dropped and counted. It also prints how accurate the rule "the longer reply is better" is on the
+held-out records: with --tokenizer lengths are in tokens, else in characters.
 """
 
 

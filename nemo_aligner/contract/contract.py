@@ -510,7 +510,8 @@ class ScoringContract:
             For each sample: the strings that it was cut into, the token ids before truncation, and
             the indices in these ids where rewards are read.
         """
-        tail = self.chat_template(tokenizer).after_reply() if self.template else ""
+        template = self.chat_template(tokenizer)
+        tail = template.after_reply() if self.template else tokenizer.eos_token
         render = partial(self._render, tokenizer)
         position, separator = self.scored_position, self.step_separator
         stepped_texts = [split_steps(text, position, separator, render, tail) for text in texts]

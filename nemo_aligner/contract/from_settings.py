@@ -59,7 +59,8 @@ def build_contract(
         bos, eos = start.add_bos, start.add_eos
     eos = eos or data.format == TRL_FORMAT
     source = _choose_template(data, tokenizer, start, previous)
-    template = ChatTemplate.of(source, tokenizer, _choose_template_kwargs(data, source, start))
+    kwargs = _choose_template_kwargs(data, source, start, tokenizer)
+    template = ChatTemplate.of(source, tokenizer, kwargs)
     reads = config.head.reads
     is_mean, limits = reads is ScoredPosition.reply_mean, choose_limits(data, start)
     contract = ScoringContract(
@@ -158,18 +159,35 @@ def _choose_template(
         template = resolve_template(data.template or "tokenizer", tokenizer, contract_templates)
     # ``freeze_date`` may change the template. Then the variables of ``start`` no longer apply,
     # so the caller chooses the variables again for the template returned here.
-    kwargs = _choose_template_kwargs(data, template, start)
+    kwargs = _choose_template_kwargs(data, template, start, tokenizer)
     return freeze_date(ChatTemplate.of(template, tokenizer, kwargs)).source
 
 
-def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
-    """Return the template variables of the settings, as canonical JSON.
+def _choose_template_kwargs(
+    data: DataConfig, template: str, start: ScoringContract | None, tokenizer: Tokenizer
+) -> str:
+    """Return the template's variables as canonical JSON: special tokens, and those of the settings.
 
     If the settings have none, use those of ``start``, provided that it has the same template.
     """
-    if data.chat_template_kwargs is not None:
-        return canonical_kwargs(data.chat_template_kwargs)
-    return start.template_kwargs if start is not None and start.template == template else ""
+    kwargs = data.chat_template_kwargs
+    if kwargs is None and start is not None and start.template == template:
+        return start.template_kwargs
+    return canonical_kwargs({**_find_special_tokens(template, tokenizer), **(kwargs or {})})
+
+
+# Special tokens that transformers passes to a template. BOS and EOS are always passed.
+_SPECIAL_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _find_special_tokens(template: str, tokenizer: Tokenizer) -> dict[str, str]:
+    """Map the special tokens that a template writes and the tokenizer has to their texts."""
+    try:
+        variables = ChatTemplate(template).variables
+    except DataError:  # the template is invalid; ``check_template`` will report that
+        return {}
+    texts = {name: tokenizer.special_token(name) for name in _SPECIAL_TOKENS if name in variables}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _choose_step_separator(

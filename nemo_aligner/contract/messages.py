@@ -62,7 +62,7 @@ _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 _CONTEXT_KEYS = ("tools", "documents")
 _KEYS_NEXT_TO_MESSAGES = (*_CONTEXT_KEYS, "principle")
-_STRUCT_KEYS = ("tools", "tool_calls")
+_STRUCT_KEYS = (*_CONTEXT_KEYS, "tool_calls")
 _MAX_SHOWN = 60
 _MAX_DEPTH = 64
 # Python parses and prints integers of up to 4,300 digits (``sys.set_int_max_str_digits``).
@@ -77,13 +77,13 @@ def messages_of(text: Text) -> Messages:
 
 
 def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
-    """Remove the nulls that Arrow inserts below ``tools`` and ``tool_calls`` of a row.
+    """Remove the nulls that Arrow inserts below ``tools``, ``tool_calls`` and ``documents``.
 
     All structs of an Arrow column have the same keys, so an argument of one call is null in all
-    other calls. Outside these two keys null is a real value, such as a missing label.
+    other calls. Outside these keys null is a real value, such as a missing label.
 
     Args:
-        is_inside: True if ``value`` is the content of one of the two keys.
+        is_inside: True if ``value`` is the content of one of these keys.
     """
     if isinstance(value, list):
         return [without_struct_nulls(item, is_inside) for item in value]

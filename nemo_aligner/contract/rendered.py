@@ -34,9 +34,9 @@ def check_rendered(conversation: Messages | Conversation, rendered: str) -> None
     """Check that every text of a conversation in the normal form is in ``rendered``.
 
     Texts are the contents, the reasoning of the last message, the names and arguments of tool
-    calls, and the names of tools. Whitespace may differ, and arguments may be written as JSON or
-    as Python. Reasoning of earlier messages may be missing, as in the templates of most reasoning
-    models, and so may names of speakers and ids of calls.
+    calls, the names of tools, and the longest string of each document. Whitespace may differ, and
+    arguments may be written as JSON or as Python. Reasoning of earlier messages may be missing, as
+    in the templates of most reasoning models, and so may names of speakers and ids of calls.
 
     Raises:
         DataError: a text is missing; the message names its place.
@@ -73,6 +73,12 @@ def _texts_of(conversation: Messages | Conversation) -> Iterator[tuple[str, str]
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         yield from walk_strings(name, f"tools[{number}], its name")
+    documents = conversation.documents if isinstance(conversation, Conversation) else None
+    for number, document in enumerate(documents or ()):
+        # Templates leave out ids and the like; the text of a document is its longest string.
+        strings = walk_strings([*document.values()], f"documents[{number}]")
+        longest = max((text for _, text in strings), key=len, default="")
+        yield f"documents[{number}]", longest
 
 
 def _contents_of(message: Message, location: str, is_last: bool) -> Iterator[tuple[str, str]]:

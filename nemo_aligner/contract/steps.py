@@ -17,7 +17,8 @@ The rule is part of the scoring contract (``scored_position``, setting ``model.h
 
 The pieces of a sample are tokenized one by one, so the token ids of a step do not depend on later
 steps. The reward of a step equals that of the sample cut after the step. In raw text the whole text
-is the reply. If the content of the last message is a list of text parts, each part is a step.
+is the reply, except what the chat template writes after a reply: with ``step_ends`` it belongs to
+the last step. If the content of the last message is a list of text parts, each part is a step.
 Whitespace between two separators is not a step.
 """
 
@@ -154,7 +155,7 @@ def split_steps(
         position: one of ``STEPPED``.
         separator: the contract's ``step_separator``; None for ``turns``.
         write: renders a conversation by the contract's template.
-        tail: what the template writes after a reply.
+        tail: what the template writes after a reply; without a template, the EOS token's text.
 
     Raises:
         DataError: the steps cannot be found in the rendered sample.
@@ -162,19 +163,21 @@ def split_steps(
     if position == TURNS:
         return _cut_at_turns(text, write)
     assert separator is not None
-    reply = _join_reply(text, separator)
+    reply = _drop_tail(text, tail) if isinstance(text, str) else _join_reply(text, separator)
     steps = _find_steps(reply, separator)
     if position == ANSWERS:
         return _cut_at_answers(text, reply, steps, write, tail)
     if position == MARKS and not reply[steps[-1].end :].startswith(separator):
         reply = reply[: steps[-1].end] + separator
-    rendered = reply if isinstance(text, str) else write(_replace_reply(text, reply))
-    calls = not isinstance(text, str) and messages_of(text)[-1].get("tool_calls")
-    if calls and not isinstance(text, str) and reply.strip():
-        start = _locate_before_calls(rendered, text, reply, write)
+    if isinstance(text, str):
+        rendered, start, number = reply if position == MARKS else text, 0, None
     else:
-        start = _locate_reply(rendered, reply, tail)
-    number = None if isinstance(text, str) else len(messages_of(text)) - 1
+        rendered = write(_replace_reply(text, reply))
+        number = len(messages_of(text)) - 1
+        if messages_of(text)[-1].get("tool_calls") and reply.strip():
+            start = _locate_before_calls(rendered, text, reply, write)
+        else:
+            start = _locate_reply(rendered, reply, tail)
     spans = tuple(StepSpan(number, step.start, step.end) for step in steps)
     ends = [start + step.end for step in steps]
     if position == MARKS:
@@ -269,16 +272,20 @@ def _cut(rendered: str, ends: Sequence[int]) -> tuple[str, ...]:
     return tuple(rendered[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
 
-def _join_reply(text: Text, separator: str) -> str:
-    """Return the reply: the whole raw text, or the content of the last message.
+def _drop_tail(text: str, tail: str) -> str:
+    """Return a raw text without ``tail`` at its end; whitespace around the tail may be missing."""
+    mark, body = tail.strip(), text.rstrip()
+    return body.removesuffix(mark) if mark and body.endswith(mark) else text
+
+
+def _join_reply(text: Messages | Conversation, separator: str) -> str:
+    """Return the reply, the content of the last message.
 
     If the content is a list of parts, each of which is a step, they are joined by ``separator``.
 
     Raises:
         StepTextError: a part is blank, or contains the separator.
     """
-    if isinstance(text, str):
-        return text
     content = messages_of(text)[-1]["content"]
     if not isinstance(content, list):
         return content or ""
@@ -328,11 +335,17 @@ def _locate_reply(rendered: str, reply: str, tail: str) -> int:
         DataError: the template writes the reply in another form.
     """
     end = len(rendered) - len(tail) if tail and rendered.endswith(tail) else len(rendered)
-    for num_stripped, variant in _list_stripped_variants(reply):
-        position = rendered.rfind(variant, 0, end)
-        if position >= 0:
-            return position - num_stripped
-    raise _make_not_found_error()
+    occurrences = [
+        (position + len(variant), position - num_stripped)
+        for num_stripped, variant in _list_stripped_variants(reply)
+        if (position := rendered.rfind(variant, 0, end)) >= 0
+    ]
+    if not occurrences:
+        raise _make_not_found_error()
+    # The prompt may quote the reply, even with whitespace that the template strips from the reply
+    # itself. The reply follows the prompt, so it is the occurrence that ends last.
+    _, offset = max(occurrences, key=lambda occurrence: occurrence[0])
+    return offset
 
 
 def _locate_before_calls(

@@ -83,7 +83,12 @@ class Tokenizer:
                 config.update(content)
         return config
 
-    def _special_token(self, name: str) -> str | None:
+    def special_token(self, name: str) -> str | None:
+        """Return the text of a special token, such as ``pad_token``; None if there is none.
+
+        Raises:
+            DataError: the tokenizer's files have no text for it, but another value.
+        """
         value = self._config.get(name)
         token = value.get("content") if isinstance(value, dict) else value
         if token is not None and not is_text(token):
@@ -93,7 +98,7 @@ class Tokenizer:
         return token
 
     def _special_id(self, name: str) -> int | None:
-        token = self._special_token(name)
+        token = self.special_token(name)
         return None if token is None else self._backend.token_to_id(token)
 
     @cached_property
@@ -107,17 +112,17 @@ class Tokenizer:
     @property
     def bos_token(self) -> str:
         """The BOS token's text; empty if the tokenizer has none."""
-        return self._special_token("bos_token") or ""
+        return self.special_token("bos_token") or ""
 
     @property
     def eos_token(self) -> str:
         """The EOS token's text; empty if the tokenizer has none."""
-        return self._special_token("eos_token") or ""
+        return self.special_token("eos_token") or ""
 
     @property
     def pad_token(self) -> str:
         """The padding token's text; empty if the tokenizer has none."""
-        return self._special_token("pad_token") or ""
+        return self.special_token("pad_token") or ""
 
     @cached_property
     def vocab_size(self) -> int:

@@ -341,12 +341,15 @@ def _check_steps(record: Record, text: EncodedText) -> str | None:
             "example with model.head.reads=turns or step_ends"
         )
     steps = len(text.reads) + text.lost
-    if steps != len(record.steps):
-        return (
-            f"got labels of {len(record.steps)} turns or steps, and the scoring contract finds "
-            f"{steps} in the sample (model.head.reads, model.data.step_separator)"
-        )
-    return None
+    return None if steps == len(record.steps) else describe_step_counts(len(record.steps), steps)
+
+
+def describe_step_counts(num_labelled: int, num_scored: int) -> str:
+    """Return why a rating with labels of fewer or more steps than its sample has is malformed."""
+    return (
+        f"got labels of {num_labelled} turns or steps, and the scoring contract finds {num_scored} "
+        "in the sample (model.head.reads, model.data.step_separator)"
+    )
 
 
 def _count_cut_off(record: Record, text: EncodedText) -> int:

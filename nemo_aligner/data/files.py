@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,8 @@ _PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 def read_binary_table(content: bytes, path: str) -> list[Row] | None:
     """Read the rows of a Parquet or Arrow file, or of a file with an Arrow stream.
 
+    A NaN becomes null: pandas writes missing numbers as NaN.
+
     Returns:
         None if the file is neither Parquet nor Arrow, or if pyarrow is not installed.
 
@@ -57,12 +60,23 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
         else:
             is_stream = content.startswith(_ARROW_STREAM)
             table = (ipc.open_stream if is_stream else ipc.open_file)(source).read_all()
-        rows = map(without_struct_nulls, table.to_pylist())
+        rows = (_without_nan(without_struct_nulls(row)) for row in table.to_pylist())
         return [Row(number, cells) for number, cells in enumerate(rows, start=1)]
     # Python raises the last two for a time that it cannot hold, such as the year 10000.
     except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         kind = "a Parquet" if content.startswith(_PARQUET) else "an Arrow"
         raise DataError(f"{path}: got {kind} file that cannot be read: {error}") from error
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a cell or a row of a table with null in place of each NaN, at any depth."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return value
 
 
 # Objects with line numbers.
@@ -78,7 +92,8 @@ class Line:
     Attributes:
         number: line on which the object begins.
         raw: JSON of the object, as written in the file, or made of a table's row.
-        value: the object; a table's row may have NaN, dates or bytes, so write ``raw`` to a file.
+        value: the object; a table's row may have infinities, dates or bytes, so write ``raw`` to a
+            file.
         holds_rows: True for a table's row that has a cell with lines that look like rows.
     """
 

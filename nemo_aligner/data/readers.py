@@ -39,7 +39,14 @@ from nemo_aligner.data.formats import (
 )
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
 from nemo_aligner.data.prompt_template import check_template, fill_template
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, verdict_keys
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Record,
+    prompt_key,
+    verdict_keys,
+    with_texts,
+)
 from nemo_aligner.data.tables import NamedColumns
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.missing import describe_unreadable
@@ -232,7 +239,8 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     """Find the format of a file; return the rules that turn it into records, and its blocks.
 
     Raises:
-        ConfigError: ``reading`` names a format that does not exist.
+        ConfigError: ``reading`` names a format that does not exist, or puts text around prompts
+            and the file has only raw texts.
         DataError: the file cannot be read, or no format fits its records.
     """
     file = BlockFile(path, reading.named_columns)
@@ -244,9 +252,31 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     # hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, reading)
+    if reading.prompts is not None:
+        _check_has_prompts(rules, file, chosen, reading.prompts)
     if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
         rules = replace(rules, contradicted=_find_contradicted(rules, file, chosen))
     return rules, file.blocks(chosen.lines_per_record)
+
+
+def _check_has_prompts(
+    rules: FileRules, file: BlockFile, chosen: Format, prompts: PromptWrapping
+) -> None:
+    """Raise ConfigError if a file has only raw texts, around whose prompts no text can be put."""
+    unwrapped = replace(rules, reading=replace(rules.reading, prompts=None))
+    are_raw = (
+        isinstance(record.texts[0], str)
+        for block in file.blocks(chosen.lines_per_record)
+        for record in unwrapped.records(block.lines(rules.path), Counter(), [])
+    )
+    # Reading ends at the first conversation, which is usually the first record.
+    if next(are_raw, False) and all(are_raw):
+        section = rules.reading.rule.section
+        raise ConfigError(
+            f"{section}{prompts.settings[0]}: {rules.path} has only raw texts (format "
+            f"{chosen.name}), which are used as they are. Omit {' and '.join(prompts.settings)}, "
+            "or give prompt and replies in fields of their own, in a format of conversations"
+        )
 
 
 def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
@@ -349,6 +379,16 @@ class PromptWrapping:
         wrapping = cls(system, words, settings.input_template)
         return None if wrapping == cls() else wrapping
 
+    @property
+    def settings(self) -> list[str]:
+        """Names of the settings that put text around prompts, without their section."""
+        texts = {
+            "system_prompt_file": self.system,
+            "prompt_file": self.words,
+            "input_template": self.raw,
+        }
+        return [name for name, text in texts.items() if text is not None]
+
     def put_around(self, record: Record) -> Record:
         """Put the text around each conversation of a record; raw texts are not changed.
 
@@ -356,9 +396,10 @@ class PromptWrapping:
             DataError: a conversation has no user turn for the template ``words``, or has other
                 turns than one user turn and the reply for the template ``raw``.
         """
-        if isinstance(record, Rating):
-            return replace(record, response=self._wrap(record.response))
-        return replace(record, texts=tuple(map(self._wrap, record.texts)))
+        if self.raw is not None and not isinstance(record.texts[0], str):
+            # The raw texts will not show where their prompt ends.
+            record = replace(record, known_prompt=prompt_key(record))
+        return with_texts(record, [*map(self._wrap, record.texts)])
 
     def _wrap(self, text: Text) -> Text:
         if isinstance(text, str):

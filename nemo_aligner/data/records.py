@@ -83,6 +83,8 @@ class Comparison:
             samples have the record's order.
         teacher: JSON of the record's field ``teacher``, which names the models that gave the
             rewards; "" if it has none.
+        known_prompt: ``prompt_key`` of the prompt if the samples are raw texts, but the record
+            tells where their prompt ends; else "".
     """
 
     texts: tuple[Text, ...]
@@ -93,6 +95,7 @@ class Comparison:
     teacher_rewards: tuple[float, ...] = ()
     positions: tuple[int, ...] = field(default=(), compare=False)
     teacher: str = field(default="", compare=False)
+    known_prompt: str = field(default="", compare=False)
 
     @property
     def is_tied(self) -> bool:
@@ -138,6 +141,7 @@ class Rating:
         labels: a label for each attribute, None if it is missing; empty if ``steps`` has labels.
         source: name of the record's source, as the record gives it; "" if it gives none.
         steps: labels of each turn or step; None if the sample is rated as a whole.
+        known_prompt: as in ``Comparison``.
     """
 
     response: Text
@@ -145,6 +149,7 @@ class Rating:
     origin: Origin
     source: str = ""
     steps: tuple[tuple[float | None, ...], ...] | None = None
+    known_prompt: str = field(default="", compare=False)
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -252,16 +257,20 @@ _MIN_SHARED_CHARACTERS = 20
 def prompt_key(record: Record) -> str:
     """Return a text that identifies a record's prompt; case and white space do not matter.
 
-    Records with the same key have the same prompt. Raw text does not show where its prompt ends, so
-    the prompt of a raw pair is guessed: it is the complete lines with which both samples begin. If
-    they share no complete line, it is their shared prefix, provided that this has at least
-    ``_MIN_SHARED_CHARACTERS``. Otherwise the key is made from both whole samples.
+    Records with the same key have the same prompt. Raw text does not show where its prompt ends. If
+    the record does not tell either (``known_prompt``), the prompt of a raw pair is guessed: it is
+    the complete lines with which both samples begin. If they share no complete line, it is their
+    shared prefix, provided that this has at least ``_MIN_SHARED_CHARACTERS``. Otherwise the key is
+    made from both whole samples.
     """
     first = record.texts[0]
+    if record.known_prompt:
+        return record.known_prompt
     if isinstance(first, str):
-        return _normalize(_common_start(record))
+        return normalize_spelling(_common_start(record))
     return "\n".join(
-        f"{turn['role']}: {_normalize(flatten_message(turn))}" for turn in question_of(first)
+        f"{turn['role']}: {normalize_spelling(flatten_message(turn))}"
+        for turn in question_of(first)
     )
 
 
@@ -276,7 +285,8 @@ def _common_start(record: Record) -> str:
     return start if len(start.strip()) >= _MIN_SHARED_CHARACTERS else "\n".join(texts)
 
 
-def _normalize(text: str) -> str:
+def normalize_spelling(text: str) -> str:
+    """Return a text such that case and white space do not matter when it is compared."""
     return " ".join(text.casefold().split())
 
 
@@ -287,6 +297,11 @@ def short_hash(*parts: bytes) -> int:
     for part in parts:
         digest.update(part)
     return int.from_bytes(digest.digest(), "little")
+
+
+def is_prompt_guessed(record: Record) -> bool:
+    """True if the ``prompt_key`` of a record of raw texts is guessed from the texts."""
+    return isinstance(record.texts[0], str) and not record.known_prompt
 
 
 def prompt_hash(record: Record) -> int:

@@ -10,7 +10,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from nemo_aligner.data.records import (
     Rating,
     Record,
     as_json,
+    is_prompt_guessed,
     prompt_key,
     write_parts,
 )
@@ -64,7 +65,8 @@ class Split:
 def split_file(source: Path, folder: Path, settings: Split) -> str:
     """Write ``train.jsonl`` and ``heldout.jsonl`` to ``folder``; return a report on both.
 
-    Malformed records are written to neither file; by default they are an error.
+    Ties are kept, whatever ``settings.reading`` says. Malformed records are written to neither
+    file; by default they are an error.
 
     Raises:
         ConfigError: an attribute has no name, a file would overwrite ``source`` or another file
@@ -72,7 +74,9 @@ def split_file(source: Path, folder: Path, settings: Split) -> str:
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
     check_names(settings.reading.attributes)
-    file = read_records(source, settings.reading, with_lines=True)
+    # Some objectives learn from ties; for the others training drops them itself.
+    reading = replace(settings.reading, ties=True)
+    file = read_records(source, reading, with_lines=True)
     keys = prompt_keys(file.records, settings.by)
     if settings.similar is not None:
         keys = _merge_keys(keys, _similar_keys(keys, settings.similar))
@@ -183,8 +187,10 @@ def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
         keys = [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]
     else:
         keys = [prompt_key(record) for record in records]
-        if isinstance(records[0].texts[0], str):
-            keys = _merge_prefixes(keys)
+        guessed = [number for number, record in enumerate(records) if is_prompt_guessed(record)]
+        merged = _merge_prefixes([keys[number] for number in guessed])
+        for number, key in zip(guessed, merged, strict=True):
+            keys[number] = key
     first_keys: dict[int, str] = {}
     same_line = [
         (first_keys.setdefault(record.origin.line, key), key)
@@ -295,6 +301,8 @@ def _render_length_baseline(
     lengths = measure_replies([text for record in heldout for text in record.texts], tokenizer)
     if isinstance(heldout[0], Comparison):
         wins = longer_chosen(heldout, lengths)
+        if wins is None:
+            return ["heldout has only ties, so the length of replies predicts nothing"]
         return [f"always taking the longer reply (in {unit}) is right in {wins:.1%} of heldout"]
     train_lengths = measure_replies([text for record in train for text in record.texts], tokenizer)
     lines, values = [], []

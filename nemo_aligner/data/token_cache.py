@@ -45,7 +45,7 @@ from nemo_aligner.utils.writing import replacing, write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
-VERSION = 10
+VERSION = 11
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",

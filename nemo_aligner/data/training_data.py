@@ -112,7 +112,7 @@ def build_training_data(
     check_indexes(indexes, reading.rule)
     split = len(prefix.train)
     train = join_indexes(indexes[:split], "train")
-    names = [*_name_sets("validation", prefix.validation), *_name_sets("test", prefix.test)]
+    names = [*name_sets("validation", prefix.validation), *name_sets("test", prefix.test)]
     heldout = [
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
         for index, name in zip(indexes[split:], names, strict=True)
@@ -264,7 +264,7 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
         )
 
 
-def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
+def name_sets(part: str, paths: Sequence[str]) -> list[str]:
     """Name the data sets of files: ``<part>-<file name without endings>``.
 
     Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1. If

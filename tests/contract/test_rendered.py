@@ -74,6 +74,16 @@ def test_texts_are_found_in_every_form_in_which_templates_write_them() -> None:
             check_rendered(conversation, written.replace("{call}", as_json).replace(lost, ""))
 
 
+def test_texts_of_documents_are_rendered() -> None:
+    documents = [{"id": "7", "text": "No wind."}, {"title": "Sky", "content": "A blue\nsky."}]
+    conversation = read_text({"messages": [USER, REPLY], "documents": documents})
+    assert not isinstance(conversation, str)
+    turns = "Will it rain? No, it will be dry."
+    check_rendered(conversation, f"No wind. Sky: A blue sky. {turns}")
+    with pytest.raises(DataError, match=r"^documents\[1\]: .* would never see 'A blue\\nsky\.'"):
+        check_rendered(conversation, f"No wind. Sky: {turns}")
+
+
 def test_names_of_tools_are_rendered() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look_up", "compute")]
     conversation = read_text({"messages": [USER, REPLY], "tools": tools})

@@ -176,6 +176,45 @@ def test_steps_of_a_reply_that_its_own_call_repeats_are_read_in_the_reply(
             assert first.endswith(f"<|im_start|>assistant\n{lead}{end}"), (reads, content)
 
 
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+@pytest.mark.parametrize("reads", ["step_ends", "step_marks"])
+def test_raw_text_that_is_a_rendered_conversation_has_its_steps(
+    contracts: Contracts, tokenizer: Tokenizer, reads: str, template: str
+) -> None:
+    """As OpenRLHF sends it; the end of the turn is no step of its own."""
+    contract = make(contracts, reads, template=template, step_separator=";")
+    render = contract.chat_template(tokenizer).render
+    for reply in ("the cat;sings", "the cat;sings;"):
+        text = [{**USER, "content": "why"}, said(reply)]
+        wanted, rendered = contract.encode(tokenizer, text), render(text)
+        assert len(wanted.reads or ()) == 2
+        for raw in (rendered, rendered.rstrip("\n"), f"{rendered}\n"):
+            found = contract.encode(tokenizer, raw)
+            if raw == rendered:
+                assert (found.token_ids, found.reads) == (wanted.token_ids, wanted.reads)
+            assert [raw[span.start : span.end][-5:] for span in found.spans] == ["e cat", "sings"]
+
+
+def test_eos_ends_a_raw_text_of_a_model_without_a_template(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    contract = dataclasses.replace(make(contracts, "step_marks"), template="")
+    plain, ended = (
+        contract.encode(tokenizer, f"a cat\n\nsings\n\n{end}") for end in ("", tokenizer.eos_token)
+    )
+    assert ended == plain
+
+
+def test_steps_are_read_in_the_reply_that_the_question_quotes(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    """The quotation has whitespace that the template strips from the reply."""
+    contract = make(contracts, "step_ends", template="llama3")
+    question = {**USER, "content": "read: the\n\ncat\n please"}
+    first, _ = read_texts(contract, tokenizer, [question, said("the\n\ncat\n")])
+    assert first.endswith(" please<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nthe")
+
+
 def test_steps_that_are_cut_off_are_counted(contracts: Contracts, tokenizer: Tokenizer) -> None:
     how = {"seq_length": 12, "overlong": Overlong.truncate_left}
     contract = make(contracts, "step_ends", **how)

@@ -354,6 +354,24 @@ def test_contract_has_the_kwargs_of_its_template(
         contracts(template=str(path), chat_template_kwargs={"quiet": True})
 
 
+def test_contract_has_the_special_tokens_that_its_template_writes(
+    contracts: Contracts, tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """As transformers passes them; one that the tokenizer lacks is empty."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path / "t.jinja"
+    path.write_text(TURNS + "{{ m.content }}{{ pad_token }}[{{ sep_token }}]" + END)
+    contract = contracts(template=str(path))
+    wanted = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder).apply_chat_template(
+        [USER, REPLY], chat_template=path.read_text(), tokenize=False
+    )
+    assert tokenizer.pad_token in wanted
+    assert contract.encode(tokenizer, [USER, REPLY]).token_ids == tokenizer.encode(wanted)
+    other = contracts(template=str(path), chat_template_kwargs={"pad_token": "!"})
+    assert other.chat_template_kwargs == '{"pad_token": "!"}'
+
+
 def test_contract_gives_one_conversation_one_sequence_of_ids(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:

@@ -138,6 +138,7 @@ OTHER = [CONVERSATION[0], {"role": "assistant", "content": "no"}]
 ROWS = [
     {"chosen": CONVERSATION, "rejected": OTHER, "label_margin": 2.0},
     {"chosen": CONVERSATION, "rejected": OTHER, "label_margin": None},
+    {"chosen": CONVERSATION, "rejected": OTHER, "label_margin": float("nan")},
 ]
 
 
@@ -163,13 +164,14 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         write_table(tmp_path / name, ROWS)
         how = ReaderConfig(RecordKind.comparison, pair_columns=["label_margin"])
         file = read_records(tmp_path / name, how)
-        assert (file.format, file.counts) == ("chat_pairs", {"read": 2, "kept": 2})
-        assert [pair.labels for pair in file.records] == [(2.0,), (None,)]
+        assert (file.format, file.counts) == ("chat_pairs", {"read": 3, "kept": 3})
+        assert [pair.labels for pair in file.records] == [(2.0,), (None,), (None,)]
         assert file.records[0].texts == (CONVERSATION, OTHER)
-        [first, _] = read_lines(tmp_path / name)
+        [first, *_] = read_lines(tmp_path / name)
         assert json.loads(first.raw) == ROWS[0]
     # Structs of a table have every key in every row, null if the row did not have it.
     rows = [pair_with_call(city="Bonn"), pair_with_call(query="cats")]
+    rows[0]["documents"] = [{"text": "Rain.", "page": 3}, {"text": "Sun.", "title": "Sky"}]
     write_table(tmp_path / "a.parquet", rows)
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -179,7 +181,7 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
     )
     assert [pair.texts for pair in of_table] == [pair.texts for pair in of_lines]
     write_table(tmp_path / "a.parquet", [*ROWS, {**ROWS[0], "rejected": None}])
-    with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted"):
+    with pytest.raises(DataError, match=r"a.parquet:4: rejected: got None, wanted"):
         read_records(tmp_path / "a.parquet", ReaderConfig(RecordKind.comparison))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import PromptWrapping
+from nemo_aligner.data.records import prompt_key
+from nemo_aligner.data.split import prompt_keys
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.data.conftest import Run
@@ -49,7 +52,6 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
     before = [turn("user", "Hi"), turn("assistant", "Hello")]
     talk = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
     own = [turn("system", "Be long."), turn("user", "2+2?")]
-    raw = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
     # Templates are filled in by ``str.format``, as in NeMo RL and OpenRLHF.
     words, template = 'Solve {0} as {{"a": 1}}.', "User: {}\nAssistant: "
     system = {"system_prompt_file": "Be brief."}
@@ -63,7 +65,6 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
         ),
         ({"input_template": template}, PAIR, "User: 2+2?\nAssistant: 4"),
         ({"input_template": "{}, in \\boxed{{}}: "}, PAIR, "2+2?, in \\boxed{}: 4"),
-        ({"input_template": template}, raw, "The sky is blue."),
     ]
     for given, record, wanted in cases:
         first, second = texts(tmp_path, record, wrapping(tmp_path, **given))
@@ -76,6 +77,53 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
     (found,) = read(tmp_path, rated, kind=RecordKind.rating, **how).records
     assert found.response == [SYSTEM, turn("user", "2+2?!"), answer]
     assert found.labels == (3,)
+
+
+def test_raw_texts_stay_as_they_are_next_to_conversations(tmp_path: Path, run: Run) -> None:
+    """A file of raw texts alone is an error, as the settings would have no effect at all."""
+    raw = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+    talk = {key: [turn("user", "2+2?"), turn("assistant", PAIR[key])] for key in raw}
+    prompts = wrapping(tmp_path, system_prompt_file="Be brief.", prompt_file="{}!")
+    first, second = read(tmp_path, raw, talk, format="trl", prompts=prompts).records
+    assert first.texts == (*raw.values(),)
+    assert second.texts[0] == [SYSTEM, turn("user", "2+2?!"), turn("assistant", "4")]
+    problem = r"data\.jsonl has only raw texts \(format {}\).*Omit {}, or give"
+    both = "system_prompt_file and prompt_file"
+    found = rf"^model\.data\.system_prompt_file: .*{problem.format('trl', both)}"
+    with pytest.raises(ConfigError, match=found):
+        read(tmp_path, raw, raw, format="trl", prompts=prompts)
+    refused = run("data inspect", tmp_path / "data.jsonl", "--input-template", "Q: {} A: ", code=1)
+    assert refused.stderr.startswith("ConfigError: --input-template: ")
+    assert re.search(problem.format("text_pairs", "input_template"), refused.stderr)
+
+
+INSTRUCTION = "[INST] Summarize the following text:\n{}\n[/INST] "
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "form"),
+    [
+        ("comparison", {"prompts": PromptWrapping(raw=INSTRUCTION)}, "{}"),
+        ("comparison", {"format": "trl"}, INSTRUCTION),
+        ("rating", {"prompts": PromptWrapping(raw=INSTRUCTION)}, "{}"),
+    ],
+)
+def test_prompt_that_a_raw_text_gets_from_its_own_field_is_known(
+    tmp_path: Path, kind: str, options: dict[str, Any], form: str
+) -> None:
+    """Raw texts with the same instruction have different prompts, unless their fields are equal."""
+    replies = ({"chosen": f"4 {n}", "rejected": f"5 {n}", "response": f"6 {n}"} for n in range(3))
+    texts = ("The sky is blue.", "The sky is", "the SKY  is")
+    rows = [
+        {"prompt": form.format(text), **reply} for text, reply in zip(texts, replies, strict=True)
+    ]
+    if kind == "comparison":
+        rows = [{key: row[key] for key in row if key != "response"} for row in rows]
+    records = read(tmp_path, *rows, kind=RecordKind(kind), **options).records
+    assert all(isinstance(record.texts[0], str) for record in records)
+    assert len(set(map(prompt_key, records))) == 2
+    first, second, third = prompt_keys(records)
+    assert first != second == third
 
 
 def test_prompt_that_cannot_be_put_around_is_malformed_by_its_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -95,6 +96,18 @@ def test_split_of_raw_texts_that_begin_alike_by_chance_is_of_many_prompts(tmp_pa
     said = split_file(write(tmp_path / "pairs.jsonl", *pairs), tmp_path, Split(heldout=0.25))
     assert "train: 6 records, 6 prompts" in said
     assert "heldout: 2 records, 2 prompts" in said
+
+
+def test_split_keeps_ties(tmp_path: Path) -> None:
+    """Some objectives learn from them; a held-out part may have nothing else."""
+    rows = [tiny.ranked(f"q {n}", (0, "a"), (0 if n % 2 else 1, "b")) for n in range(8)]
+    source = write(tmp_path / "pairs.jsonl", *rows)
+    shown = split_file(source, tmp_path / "half", Split(heldout=0.5))
+    assert sorted(itertools.chain(*parts_of(tmp_path / "half")), key=str) == rows
+    assert "train: 4 records" in shown
+    source = write(tmp_path / "ties.jsonl", *rows[1::2])
+    shown = split_file(source, tmp_path / "ties", Split(heldout=0.5))
+    assert shown.endswith("\nheldout has only ties, so the length of replies predicts nothing")
 
 
 def test_split_writes_null_for_numbers_that_json_has_not(tmp_path: Path) -> None:

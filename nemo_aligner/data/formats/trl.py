@@ -8,6 +8,7 @@ it with EOS (``build_contract``). Lists of messages become a conversation, as in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from nemo_aligner.config.common import RecordKind
@@ -15,7 +16,7 @@ from nemo_aligner.config.model import TRL_FORMAT
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import Format, WantedLabels, check_text, has
 from nemo_aligner.data.formats.pairs import read_margin_labels
-from nemo_aligner.data.records import PAIR_COLUMNS, Comparison, Origin
+from nemo_aligner.data.records import PAIR_COLUMNS, Comparison, Origin, normalize_spelling
 from nemo_aligner.utils.errors import DataError
 
 
@@ -23,7 +24,10 @@ def _parse_trl(values: list[dict[str, Any]], origin: Origin, columns: WantedLabe
     value = values[0]
     chosen, rejected = (_join(value.get("prompt"), value[key], key) for key in PAIR_COLUMNS)
     labels = read_margin_labels(value, columns)
-    return Comparison.of_pair(chosen, rejected, origin, labels=labels)
+    pair = Comparison.of_pair(chosen, rejected, origin, labels=labels)
+    if isinstance(value.get("prompt"), str):
+        return replace(pair, known_prompt=normalize_spelling(value["prompt"]))
+    return pair
 
 
 def _join(prompt: Any, reply: Any, key: str) -> Text:
