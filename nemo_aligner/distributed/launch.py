@@ -34,6 +34,7 @@ from nemo_aligner.utils.processes import (
     describe_error,
     find_process,
     handled_signals,
+    is_second_interrupt,
     is_slurm_task,
     settle,
     usable_cores,
@@ -327,7 +328,7 @@ def run_ranks(
 
     If a rank fails, the others are ended. The first signal from a terminal or Slurm is forwarded to
     the ranks, which may take as long as they need to save, unless one of them fails: the others are
-    then ended ten minutes later. A second signal kills them.
+    then ended ten minutes later. A second Ctrl-C kills them (``is_second_interrupt``).
 
     Returns:
         The exit code of the rank that failed first; 0 if none failed.
@@ -391,15 +392,19 @@ def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
     """Forward signals to the ranks during the block, and end all ranks after it.
 
     Yields:
-        The list of signals that have arrived so far.
+        The signal that the ranks have got, in a list that is empty until it arrives.
     """
     signals: list[int] = []
+    first_time = math.inf
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if signals and number == signal.SIGHUP:
-            return  # a closed terminal sends it twice: by the shell and by the kernel
-        signals.append(number)
-        _send_signal(ranks, number if len(signals) == 1 else signal.SIGKILL)
+        nonlocal first_time
+        if not signals:
+            first_time = time.monotonic()
+            signals.append(number)
+            _send_signal(ranks, number)
+        elif is_second_interrupt(number, signals[0], time.monotonic() - first_time):
+            _send_signal(ranks, signal.SIGKILL)
 
     # Ranks inherit that a signal is ignored, but not a handler.
     numbers = handled_signals(_FORWARDED_SIGNALS)

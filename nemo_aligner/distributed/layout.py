@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,8 @@ def check_sizes(
         raise ConfigError(
             f"model.expert_model_parallel_size: got {ep}, wanted a divisor of {dp * cp}, which is "
             f"the number of data and context parallel ranks with {world_size} processes. Change "
-            f"this size, or start another number of processes, e.g. --processes {tp * pp * ep}"
+            "this size, or start another number of processes, e.g. --processes "
+            f"{tp * pp * math.lcm(cp, ep)}"
         )
     return dp
 

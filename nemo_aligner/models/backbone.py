@@ -77,11 +77,10 @@ def transformer_config(
             ``Recompute.full`` recomputes; None is all.
 
     Raises:
-        ConfigError: the layout does not divide heads, query groups or layers, or a stage has fewer
-            layers than are to be recomputed.
+        ConfigError: the model does not support the layout or the recomputation.
     """
-    shape.check_fits(layout.tp, layout.pp, layout.ep)
-    _check_supported(shape, layout, recompute)
+    shape.check_fits(layout.tp, layout.pp, layout.ep, layout.cp)
+    check_recompute(shape, layout.pp, recompute, recompute_layers)
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
     return TransformerConfig(
@@ -117,11 +116,24 @@ def transformer_config(
     )
 
 
-def _check_supported(shape: ModelShape, layout: ParallelLayout, recompute: Recompute) -> None:
-    if shape.linear_attention is not None and layout.cp > 1:
+def check_recompute(
+    shape: ModelShape, pp: int, recompute: Recompute, num_layers: int | None
+) -> None:
+    """Check that a model's activations can be recomputed as the settings say.
+
+    Args:
+        pp: number of pipeline stages, which divides the number of layers.
+        num_layers: how many layers of each stage are recomputed; None is all.
+
+    Raises:
+        ConfigError: a stage has fewer layers than ``num_layers``, or full recomputation would lose
+            gradients of the model.
+    """
+    layers_of_stage = shape.num_layers // pp
+    if num_layers is not None and num_layers > layers_of_stage:
         raise ConfigError(
-            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
-            "with linear attention or Mamba-2. Set it to 1"
+            f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
+            f"{layers_of_stage}, the number of layers in a pipeline stage"
         )
     if recompute is Recompute.full and not shape.can_recompute_fully:
         raise ConfigError(
@@ -177,11 +189,6 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def _recompute_options(
     recompute: Recompute, num_layers: int | None, layers_of_stage: int
 ) -> dict[str, Any]:
-    if num_layers is not None and num_layers > layers_of_stage:
-        raise ConfigError(
-            f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
-            f"{layers_of_stage}, the number of layers in a pipeline stage"
-        )
     if recompute is Recompute.full:
         return {
             "recompute_granularity": "full",

@@ -35,7 +35,6 @@ from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear
 from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.quantized_layers import use_quantized_layers
 from nemo_aligner.models.shapes.lora import EXPERT_LINEARS, LINEARS, LoraShape
-from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 
 # LoRA's adapters.
@@ -134,20 +133,12 @@ class ExpertAdapter(MegatronModule):
 
     Tensor parallelism splits both matrices: one along the same axis as ``linear``, the other along
     LoRA's rank. So every process gets the whole gradient of its part, and the shapes of an expert's
-    inputs and outputs are the same as without LoRA.
-
-    Raises:
-        ConfigError: the tensor parallel size does not divide LoRA's rank.
+    inputs and outputs are the same as without LoRA. The tensor parallel size must divide LoRA's
+    rank (``check_expert_rank``).
     """
 
     def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
         super().__init__(config)
-        ranks = linear.group.size()
-        if lora.rank % ranks:
-            raise ConfigError(
-                f"model.lora.rank: got {lora.rank}, wanted a multiple of "
-                f"model.tensor_model_parallel_size={ranks}, which splits the adapters of experts"
-            )
         self.count = linear.weight.size(0) * parallel_state.get_expert_model_parallel_world_size()
         *outputs, inputs = linear.size
         axis = 1 if linear.splits_outputs else 2
@@ -185,29 +176,19 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
     """Attach adapters to the target linear layers of ``model``'s decoder.
 
     Their A and B are all zeros until ``draw_adapters`` or a checkpoint fills them. If ``lora`` has
-    a base precision, all linear layers become quantized ones, which wait for a checkpoint.
+    a base precision, all linear layers become quantized ones, which wait for a checkpoint. Adapters
+    of experts have no dropout (``check_dropout``).
     """
     for layer in model.decoder.layers:
         for number, name, linear in _number_linears(layer):
             if isinstance(linear, ExpertLinear) and name in lora.linears:
-                linear.adapter = _make_expert_adapter(model.config, linear, lora, dropout)
+                linear.adapter = ExpertAdapter(model.config, linear, lora)
             elif name in lora.linears:
                 # After its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
     if lora.base_precision is not None:
         use_quantized_layers(model, lora.base_precision)
-
-
-def _make_expert_adapter(
-    config: Any, linear: ExpertLinear, lora: LoraShape, dropout: LoraDropout | None
-) -> ExpertAdapter:
-    if dropout is not None:
-        raise ConfigError(
-            f"model.lora.dropout: got {dropout.rate:g}, which is not supported for adapters of "
-            "experts. Set it to 0, or choose only attention's linear layers in model.lora.targets."
-        )
-    return ExpertAdapter(config, linear, lora)
 
 
 def _number_linears(layer: Any) -> Iterator[tuple[int, str, Any]]:

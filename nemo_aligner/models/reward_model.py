@@ -63,6 +63,7 @@ from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import check_dropout
 from nemo_aligner.models.state_pool import StatePool
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
@@ -447,10 +448,13 @@ def build_reward_model(
         frees_body: free the weights of linear layers at once, because ``share_body`` replaces them.
 
     Raises:
-        ConfigError: the layout does not divide the model, or the kernels cannot run here.
+        ConfigError: the model does not support the layout, the recomputation or the dropout, or
+            the kernels cannot run here.
     """
     kernels = choose_kernels(pointwise_kernels)
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
+    if lora_dropout is not None:
+        check_dropout(shape, lora_dropout.rate)
     # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
     is_quantized = shape.lora is not None and shape.lora.base_precision is not None
     config.frees_linear_weights = is_quantized or frees_body

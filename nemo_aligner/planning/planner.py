@@ -159,8 +159,7 @@ class Planner:
         """Yield the sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
         layers = self.shape.num_layers
         contexts = [1]
-        can_split = self.shape.linear_attention is None
-        while can_split and self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
+        while self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
             contexts.append(2 * contexts[-1])
         stages = [pp for pp in range(1, layers + 1) if layers % pp == 0]
         return product(range(1, self.machine.ranks_per_node + 1), contexts, stages)
@@ -178,7 +177,7 @@ class Planner:
         the model or the batch, nothing is yielded.
         """
         try:
-            self.shape.check_fits(tp, pp)
+            self.shape.check_fits(tp, pp, cp=cp)
             check_quantizable(self.shape, tp)
         except ConfigError:
             return
@@ -298,6 +297,11 @@ class PlanRequest:
                 "precision: got fp16, but training a mixture-of-experts model in fp16 is untested, "
                 "and training rejects it. Set it to bf16 or fp32"
             )
+        if self.recompute == Recompute.full.value and not shape.can_recompute_fully:
+            raise ConfigError(
+                "recompute: got full, but this would lose gradients of this model, and training "
+                "rejects it. Set it to auto, selective or none"
+            )
         return Planner(
             shape,
             self.machine(),
@@ -409,7 +413,7 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
     offload = " with offloaded activations" * planner.activations_offload
     return "\n".join(
         [
-            _render([_layout_row(planner, candidate) for candidate in fitting[:top]]),
+            _render(_layout_rows([(planner, candidate) for candidate in fitting[:top]])),
             f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{limit}. "
             "The first one:",
             *(f"  {line}" for line in settings_of(fitting[0].plan)),
@@ -426,12 +430,16 @@ def _budget_line(budget: int) -> list[str]:
 
 def render_best(planner: Planner, numbers: Sequence[int]) -> str:
     """Render a table with the fastest layout for each of ``numbers`` of GPUs."""
-    rows = []
+    fastest: dict[int, tuple[Planner, Candidate]] = {}
     for gpus in numbers:
         fitting = planner.ranked(planner.candidates(gpus))
         used, fitting = _with_offload_if_needed(planner, gpus, fitting)
-        row = _layout_row(used, fitting[0]) if fitting else {"layout": "none fits"}
-        rows.append({"GPUs": str(gpus), **row})
+        if fitting:
+            fastest[gpus] = used, fitting[0]
+    layout_rows = dict(zip(fastest, _layout_rows(list(fastest.values())), strict=True))
+    rows = [
+        {"GPUs": str(gpus), **layout_rows.get(gpus, {"layout": "none fits"})} for gpus in numbers
+    ]
     columns = max(rows, key=len)
     return _render([{name: row.get(name, "") for name in columns} for row in rows])
 
@@ -474,7 +482,16 @@ def settings_of(plan: Plan) -> list[str]:
     return settings
 
 
-def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
+def _layout_rows(layouts: Sequence[tuple[Planner, Candidate]]) -> list[dict[str, str]]:
+    """Return a row of the printed table for each layout, with the planner that evaluated it.
+
+    The rows have the same columns; host memory is among them if at least one layout uses it.
+    """
+    has_host = any(candidate.memory.host for _, candidate in layouts)
+    return [_layout_row(planner, candidate, has_host) for planner, candidate in layouts]
+
+
+def _layout_row(planner: Planner, candidate: Candidate, has_host: bool) -> dict[str, str]:
     """Return the cells of a layout's row in the printed table, by column name."""
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
@@ -484,7 +501,7 @@ def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
         "packs": str(plan.packs.count),
         **{part: f"{getattr(memory, part) / GIB:.1f}" for part in parts},
         "GiB": f"{memory.total / GIB:.1f}",
-        **({"host GiB": f"{memory.host / GIB:.1f}"} if memory.host else {}),
+        **({"host GiB": f"{memory.host / GIB:.1f}"} if has_host else {}),
         "s/step": f"{time.total:.3g}",
         "idle": f"{time.bubble / time.total:.0%}",
         "sending": f"{time.sending / time.total:.0%}",

@@ -81,14 +81,12 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
         except ConfigError as error:
             reasons.append(f"{expert_parallel}: {error}")
     if world_size > 1:
-        # Context parallelism splits the sequence, not the model, so it fits models of any size.
         context_parallel = LayoutSizes(cp=world_size)
-        if shape.linear_attention is None:
+        try:
+            shape.check_fits(1, 1, cp=world_size)
             fitting.append(context_parallel)
-        else:
-            reasons.append(
-                f"{context_parallel}: not supported for a model with linear attention or Mamba-2"
-            )
+        except ConfigError as error:
+            reasons.append(f"{context_parallel}: {error}")
     return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 

@@ -198,6 +198,8 @@ def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
     config.trainer.rm.max_epochs = steps
     config.trainer.rm.max_steps = steps
     config.model.data.data_prefix.validation = []
+    # The few records come from the first files, so there is nothing to weight.
+    config.model.data.data_prefix.train_weights = []
 
 
 def _check_metric(metric: str) -> None:

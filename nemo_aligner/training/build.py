@@ -24,9 +24,8 @@ from nemo_aligner.planning.cost import Packs, Plan, step_flops
 from nemo_aligner.training.gauges import known_peak
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
-from nemo_aligner.training.prepare import PreparedRun
+from nemo_aligner.training.prepare import PreparedRun, check_new_head
 from nemo_aligner.utils.console import say, show_bytes
-from nemo_aligner.utils.errors import ConfigError
 
 
 def build_learner(
@@ -156,14 +155,8 @@ def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
         ConfigError: the model already has a head, so there is none to initialize.
     """
     start_from = run.config.pretrained_checkpoint
-    source = start_from.load_rm_head_weights
-    if source is None:
-        return
-    if not pretrained.head_is_new:
-        raise ConfigError(
-            f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
-            "a reward model, which already has a head. To replace it with a new head, also set "
-            "pretrained_checkpoint.new_head=true"
-        )
-    names = start_from.rm_head_names
-    init_head_from(pretrained.model, source, run.data.contract, run.shape, names)
+    # The base may have a head without a scoring contract, which ``prepare_run`` cannot see.
+    check_new_head(start_from, is_new=pretrained.head_is_new)
+    source, names = start_from.load_rm_head_weights, start_from.rm_head_names
+    if source is not None:
+        init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

@@ -330,7 +330,8 @@ def open_critic(
     check_expected_fingerprint(
         read_fingerprint(path), config.expect_fingerprint, "expect_fingerprint", path
     )
-    contract = contract.with_dtype(config.trainer.precision)
+    # The critic's weights are dense: adapters on a quantized base are folded into it.
+    contract = replace(contract.with_dtype(config.trainer.precision), base_precision=None)
     if config.model.micro_batch_tokens < contract.seq_length:
         raise ConfigError(
             f"model.micro_batch_tokens: got {config.model.micro_batch_tokens}, wanted at least "

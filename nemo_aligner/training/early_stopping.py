@@ -83,17 +83,18 @@ class EarlyStopping:
             state, best_value=self.best, validations_since_best=self.validations_since_best
         )
 
-    def count_validation(self, metrics: Mapping[str, float]) -> None:
+    def count_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Record a validation: update the best value, or count one more without an improvement.
 
-        NaN is no improvement. ``metrics`` without the watched metric are ignored.
+        NaN is no improvement. ``metrics`` without the watched metric are ignored. A validation at
+        step 0 is not counted: the untrained model cannot have failed to improve.
         """
         if self.monitor is None or self.monitor not in metrics:
             return
         value = metrics[self.monitor]
         if not math.isnan(value) and self._is_better(value):
             self.best, self.validations_since_best = value, 0
-        else:
+        elif step > 0:
             self.validations_since_best += 1
 
     def _is_better(self, value: float) -> bool:

@@ -22,7 +22,7 @@ from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_line
 from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import AlignerError, DataError, short
+from nemo_aligner.utils.errors import AlignerError, short
 from nemo_aligner.utils.writing import write_lines
 
 # Maximum number of records that are written per validation set. The number is limited because every
@@ -50,7 +50,7 @@ class HeldoutRewards:
         self._reader = reader
         self._contract = contract
         self._most_records = most_records
-        self._texts: dict[str, list[tuple[Text, ...]]] = {}
+        self._texts: dict[str, dict[int, tuple[Text, ...]]] = {}
         self._is_dropped = False
 
     def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
@@ -66,10 +66,11 @@ class HeldoutRewards:
 
     def _write(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
         """Write the file of a validation set, with the arguments of ``keep``."""
-        chosen = _draw_sample(len(dataset), self._most_records)
         if dataset.name not in self._texts:
-            self._texts[dataset.name] = self._read_texts(dataset, chosen)
-        texts = self._texts[dataset.name]
+            sample = _draw_sample(len(dataset), self._most_records)
+            self._texts[dataset.name] = self._read_texts(dataset, sample)
+        chosen = list(self._texts[dataset.name])
+        texts = list(self._texts[dataset.name].values())
         if texts:
             aggregation = self._contract.aggregation
             merged = rewards_of_samples(rewards.cpu(), dataset.records, aggregation)
@@ -137,51 +138,60 @@ class HeldoutRewards:
 
     def _read_texts(
         self, dataset: TokenizedDataset, chosen: Sequence[int]
-    ) -> list[tuple[Text, ...]]:
+    ) -> dict[int, tuple[Text, ...]]:
         """Read the texts of the ``chosen`` records from the data files, for the report.
 
         Returns:
-            The texts of each chosen record. If the texts cannot be read, e.g. because a file has
-            changed since it was tokenized, a message is printed, and the list is empty. The run
-            continues without a report of these rewards.
+            The texts of each chosen record, by its index. Records whose texts cannot be told from
+            those of other records of the same line are left out. If the texts cannot be read, e.g.
+            because a file has changed since it was tokenized, there are none. In both cases a
+            message is printed, and the run continues without a report of these rewards.
         """
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
             for path in dict.fromkeys(dataset.origins[index].path for index in chosen):
                 for record in parse_file(path, self._reader).records:
                     texts_by_origin.setdefault(record.origin, []).append(record.texts)
-            positions = dataset.find_line_positions()[chosen].tolist()
-            return [
-                _pick_text(dataset.origins[index], texts_by_origin, *position)
-                for index, position in zip(chosen, positions, strict=True)
-            ]
+            return _pick_texts(dataset, chosen, texts_by_origin)
         except (AlignerError, OSError, KeyError) as error:
             say(
                 "the report will have no held-out rewards, because the texts of the validation "
                 f"set cannot be read: {short(error)}"
             )
-            return []
+            return {}
 
 
-def _pick_text(
-    origin: Origin,
+def _pick_texts(
+    dataset: TokenizedDataset,
+    chosen: Sequence[int],
     texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
-    number: int,
-    count: int,
-) -> tuple[Text, ...]:
-    """Return the texts of record ``number``, from 0, of the ``count`` records of a line.
+) -> dict[int, tuple[Text, ...]]:
+    """Return the texts of the ``chosen`` records by their indices.
+
+    If tokenization dropped some of several records of a line, it is unknown which texts the others
+    have. The records of such lines are left out, and a message is printed.
 
     Raises:
-        DataError: tokenization dropped one of several records of the line, and it is unknown which
-            one.
+        KeyError: no record comes from the line of a chosen one.
     """
-    texts = texts_by_origin[origin]
-    if len(texts) != count:
-        raise DataError(
-            f"{origin}: {len(texts)} records come from this line, but the run uses only {count} of "
-            "them, and it is unknown which"
+    texts: dict[int, tuple[Text, ...]] = {}
+    ambiguous: list[str] = []
+    positions = dataset.find_line_positions()[chosen].tolist()
+    for index, (number, count) in zip(chosen, positions, strict=True):
+        of_line = texts_by_origin[dataset.origins[index]]
+        if len(of_line) == count:
+            texts[index] = of_line[number]
+        else:
+            ambiguous.append(
+                f"{dataset.origins[index]}: {len(of_line)} records come from this line, but the "
+                f"run uses only {count} of them, and it is unknown which"
+            )
+    if ambiguous:
+        say(
+            f"the report will lack the rewards of {len(ambiguous)} of {len(chosen)} held-out "
+            f"records of {dataset.name}, whose texts are unknown: {ambiguous[0]}"
         )
-    return texts[number]
+    return texts
 
 
 def _draw_sample(count: int, size: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 ``metrics.jsonl`` has every number, and a resumed run reads it. CSV and TensorBoard have the same
 numbers for other programs. A resumed run computes the steps after its checkpoint again, so it first
-deletes the entries of these steps from each file.
+deletes the entries of these steps from each file. A run that has ended measures its model on the
+test sets; if it is resumed, it measures the model that it then writes, so ``metrics.jsonl`` and CSV
+also lose the test metrics of the checkpoint's step.
 
 The classes for CSV and TensorBoard have the methods ``log_metrics`` and ``finalize``, like the
 Lightning loggers that ``tracking.py`` uses for W&B and MLflow. They do not use Lightning, because
@@ -25,20 +27,23 @@ from nemo_aligner.utils.writing import write_lines, write_problem, write_whole
 
 # The key of the step in a line of ``metrics.jsonl``, and its column in ``metrics.csv``.
 STEP = "step"
+# How the names of metrics on the test sets begin.
+_TEST_PREFIX = "test-"
 
 
 class MetricsFile:
     """Appends lines to a run's ``metrics.jsonl``; ``log`` returns when the line is in the file.
 
-    Opening it deletes the lines of steps after ``start_step``, which a resumed run computes again.
-    If ``start_step`` is 0, it deletes all lines.
+    Opening it deletes what a run that is resumed after ``start_step`` computes again. If
+    ``start_step`` is 0, it deletes all lines.
 
     Raises:
         ConfigError: when it is opened, if the file cannot be written.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
-        _cut_after(path, start_step)
+        rows = (row for row in read_metrics(path) if _is_kept(row, start_step))
+        write_lines(path, map(json.dumps, rows), RUN_FOLDER)
         self._path, self._lines = path, path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -96,16 +101,15 @@ def _parse_row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get(STEP), int) else None
 
 
-def _cut_after(path: Path, last_step: int) -> None:
-    """Delete the lines of steps after ``last_step`` from the file.
+def _is_kept(row: Mapping[str, Any], start_step: int) -> bool:
+    """Tell if a run that is resumed after ``start_step`` keeps a row of an earlier part of the run.
 
-    If ``last_step`` is 0, all lines are deleted.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    It computes later steps again, and at its end the metrics of the test sets. If ``start_step`` is
+    0, it computes everything again.
     """
-    rows = (row for row in read_metrics(path) if last_step > 0 and row[STEP] <= last_step)
-    write_lines(path, map(json.dumps, rows), RUN_FOLDER)
+    step = int(row[STEP])
+    is_of_tests = any(name.startswith(_TEST_PREFIX) for name in row)
+    return start_step > 0 and (step < start_step or (step == start_step and not is_of_tests))
 
 
 class CsvFile:
@@ -113,7 +117,7 @@ class CsvFile:
 
     A new metric adds a column, for which the whole file is written again.
 
-    Opening it deletes the rows of steps after ``start_step``; if that is 0, all rows.
+    Opening it deletes the same rows as ``MetricsFile``.
 
     Raises:
         OSError: when it is opened, if the file cannot be written.
@@ -121,7 +125,7 @@ class CsvFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         self._path = path
-        self._write_again(_read_rows(path, start_step) if start_step else [])
+        self._write_again([row for row in _read_rows(path) if _is_kept(row, start_step)])
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a row, which is in the file when this returns.
@@ -135,7 +139,7 @@ class CsvFile:
             self._lines.flush()
         else:
             self._lines.close()
-            self._write_again([*_read_rows(self._path, step), row])
+            self._write_again([*_read_rows(self._path), row])
 
     def finalize(self, status: str) -> None:
         """Close the file, whatever the outcome of the run."""
@@ -153,11 +157,11 @@ class CsvFile:
         self._writer = csv.DictWriter(self._lines, self._columns)
 
 
-def _read_rows(path: Path, last_step: int) -> list[dict[str, str]]:
-    """Read the rows of steps up to ``last_step``, without empty cells.
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows that begin with a step, without empty cells.
 
-    A line that was cut off when a run was killed belongs to a later step: it was written after the
-    last checkpoint.
+    A line that was cut off when a run was killed belongs to a later step than the last checkpoint,
+    so ``_is_kept`` is False for it.
     """
     if not path.is_file():
         return []
@@ -166,7 +170,7 @@ def _read_rows(path: Path, last_step: int) -> list[dict[str, str]]:
             {name: cell for name, cell in row.items() if name and cell}
             for row in csv.DictReader(lines)
         ]
-    return [row for row in rows if row.get(STEP, "").isdigit() and int(row[STEP]) <= last_step]
+    return [row for row in rows if row.get(STEP, "").isdigit()]
 
 
 class TensorBoardFile:

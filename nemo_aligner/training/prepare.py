@@ -23,6 +23,7 @@ from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
     MonitorMode,
+    PretrainedCheckpointConfig,
     TrainConfig,
 )
 from nemo_aligner.contract.added_tokens import describe_removed_tokens
@@ -41,9 +42,10 @@ from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main, onc
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
 from nemo_aligner.metrics.table import Better, better_values
+from nemo_aligner.models.backbone import check_recompute
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import head_to_train
-from nemo_aligner.models.shapes.lora import LoraShape, check_lora
+from nemo_aligner.models.shapes.lora import LoraShape, check_dropout, check_lora
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.models.training_wrap import check_freezing
 from nemo_aligner.training.early_stopping import EarlyStopping
@@ -138,9 +140,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     shape = _trained_shape(config, base)
     config = _with_limits(config, base.contract)
     config = _resolve_defaults(config, shape, resumed or base.contract)
-    check_experts(shape, config.precision, config.model.train_router)
-    shape.check_fits(layout.tp, layout.pp, layout.ep)
-    check_freezing(config.model.freeze_layers, shape.num_layers)
+    _check_model(config, layout, base, shape)
     base.tokenizer.check_fits(shape.vocab_size)
     if base.removed_tokens:
         say(describe_removed_tokens(base.removed_tokens, shape.vocab_size))
@@ -256,6 +256,45 @@ def _resolve_defaults(
         model = config.model.with_learning_rate(shape.hidden_size)
         config = replace(config, model=model)
     return config
+
+
+def _check_model(
+    config: TrainConfig, layout: LayoutSizes, base: CheckpointDescription, shape: ModelShape
+) -> None:
+    """Check that the model, of ``shape``, supports the layout and the settings.
+
+    Raises:
+        ConfigError: it does not support one of them.
+    """
+    options, start_from = config.model, config.pretrained_checkpoint
+    check_experts(shape, config.precision, options.train_router)
+    # If LoRA is off, the base's adapters are still loaded, and then folded into its weights.
+    loaded_shape = replace(shape, lora=shape.lora or base.shape.lora)
+    loaded_shape.check_fits(layout.tp, layout.pp, layout.ep, layout.cp)
+    check_recompute(
+        shape,
+        layout.pp,
+        options.activations_checkpoint_granularity,
+        options.activations_checkpoint_num_layers,
+    )
+    check_dropout(shape, options.lora.dropout)
+    check_freezing(options.freeze_layers, shape.num_layers)
+    check_new_head(start_from, is_new=base.contract is None or start_from.new_head)
+
+
+def check_new_head(start_from: PretrainedCheckpointConfig, *, is_new: bool) -> None:
+    """Check that the head ``is_new`` if another reward model is to initialize it.
+
+    Raises:
+        ConfigError: ``load_rm_head_weights`` is set, but the model already has a head.
+    """
+    source = start_from.load_rm_head_weights
+    if source is not None and not is_new:
+        raise ConfigError(
+            f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
+            "a reward model, which already has a head. To replace it with a new head, also set "
+            "pretrained_checkpoint.new_head=true"
+        )
 
 
 def check_experts(shape: ModelShape, precision: Precision, train_router: bool = False) -> None:

@@ -156,12 +156,12 @@ def finish(
     Returns:
         The model's metrics on the test sets, named ``set/metric``.
     """
-    if outcome.step == 0:
-        say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
-        return {}
     if outcome.stopped_by is None:
         path = checkpoints.folder / MODEL_NAME
         return export(path, checkpoints, learner, pretrained, config)
+    if outcome.step == 0:
+        say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
+        return {}
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved. The same "
         "command continues from there. To finish here instead, add "

@@ -35,11 +35,9 @@ from types import FrameType
 
 from nemo_aligner.config.training import parse_max_time
 from nemo_aligner.utils.console import fit
-from nemo_aligner.utils.processes import handled_signals, is_first_rank
+from nemo_aligner.utils.processes import handled_signals, is_first_rank, is_second_interrupt
 
 _STDOUT, _STDERR = 1, 2
-# Seconds after the first signal from which another one counts as a second one.
-_SECOND_AFTER = 1.0
 # Seconds after a SIGHUP in which programs that read the output, such as tee, have got it, too.
 _HANGUP_S = 0.2
 _NAMES = {
@@ -181,7 +179,9 @@ class SignalHandler:
             self._signal, self._signal_time = number, self._clock()
             if self._phase is Phase.starting:
                 raise self._exit_exception(number)
-        elif self._in_program and self._is_second(number, self._signal, self._signal_time):
+        elif self._in_program and is_second_interrupt(
+            number, self._signal, self._clock() - self._signal_time
+        ):
             raise KeyboardInterrupt("interrupted again: unsaved work is lost")
 
     def _exit_exception(self, number: int) -> BaseException:
@@ -205,18 +205,12 @@ class SignalHandler:
             if self._announced is None:
                 self._announced = number, self._clock()
                 self._announce(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
-            elif self._is_second(number, *self._announced):
+                continue
+            first, first_time = self._announced
+            if is_second_interrupt(number, first, self._clock() - first_time):
                 self._announce("interrupted again, exiting at once: unsaved work is lost")
                 if not self._in_program:
                     os._exit(128 + signal.SIGINT)
-
-    def _is_second(self, number: int, first: int, first_time: float) -> bool:
-        """True if this signal, after the ``first`` one, means that the user wants to exit at once.
-
-        At least one of the two signals must be Ctrl-C, because some schedulers repeat SIGTERM.
-        """
-        is_from_user = signal.SIGINT in (number, first)
-        return is_from_user and self._clock() - first_time >= _SECOND_AFTER
 
     def _announce(self, text: str) -> None:
         """Print ``text`` to stderr, on the first rank only."""

@@ -119,7 +119,9 @@ def build_tracked_loggers(
                 name, folder, options, previous_ids.get(name), settings
             )
         if ids or path.is_file():
-            content = {name: {"id": run_id} for name, run_id in ids.items()}
+            # Keep the id of a service that is off in this part of the run.
+            all_ids = {**previous_ids, **ids}
+            content = {name: {"id": run_id} for name, run_id in all_ids.items()}
             write = partial(write_lines, path, [json.dumps(content, indent=2)], RUN_FOLDER)
             consequence = "if this run is resumed, each service will show it as a new run"
             attempt_output(write, TRACKING_NAME, "writing", consequence)

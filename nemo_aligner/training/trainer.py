@@ -264,7 +264,7 @@ class SupervisedTrainer:
                 if self._can_swap(metrics):
                     self._progress.say(_LEAK_TIP)
             self._has_validated = True
-            self._early_stopping.count_validation(metrics)
+            self._early_stopping.count_validation(metrics, self._step)
         return metrics
 
     def _check_monitor(self, metrics: dict[str, float]) -> None:

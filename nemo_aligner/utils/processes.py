@@ -28,6 +28,8 @@ from nemo_aligner.utils.errors import AlignerError, ConfigError, PeerError, one_
 # Seconds that a rank with an error waits to be ended by the launcher, so that another rank's
 # message is printed first.
 HOLD_BACK_S = 5.0
+# Seconds after the first signal from which another one counts as a second one.
+SECOND_AFTER_S = 1.0
 _DEFAULT_PORT = 29400
 _SPEAKER = "speaker"
 
@@ -83,6 +85,17 @@ def handled_signals(numbers: Iterable[int]) -> list[int]:
     """
     is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in numbers if number != signal.SIGHUP or not is_hangup_ignored]
+
+
+def is_second_interrupt(number: int, first: int, seconds: float) -> bool:
+    """Tell if a signal, ``seconds`` after the ``first`` one, asks to end at once without saving.
+
+    At least one of the two must be Ctrl-C, because some schedulers repeat SIGTERM, and send it
+    after SIGUSR1. The same Ctrl-C may arrive twice within milliseconds, from the terminal and from
+    a launcher. SIGHUP never counts: closing the terminal does not ask to lose unsaved work.
+    """
+    is_from_user = signal.SIGINT in (number, first) and number != signal.SIGHUP
+    return is_from_user and seconds >= SECOND_AFTER_S
 
 
 def is_launched() -> bool:

@@ -93,6 +93,29 @@ def test_rank_that_fails_after_a_signal_is_not_waited_for_without_end(
         assert waiting.send_signal.called == (not signals)
 
 
+def test_ranks_that_save_are_killed_by_a_second_ctrl_c_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the rule of the ranks themselves, see training/test_signals.py."""
+    now = 5.0
+    monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=lambda: now))
+    interrupt, terminate, user = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    for first, second, after, is_killed in (
+        (interrupt, interrupt, 1.5, True),
+        (interrupt, interrupt, 0.3, False),
+        (terminate, interrupt, 1.5, True),
+        (terminate, terminate, 1.5, False),
+        (user, terminate, 1.5, False),
+    ):
+        rank = Mock()
+        with launching._forwarding_signals([rank]):
+            signal.raise_signal(first)
+            now += after
+            signal.raise_signal(second)
+            sent = [call.args[0] for call in rank.send_signal.call_args_list]
+        assert sent == [first, *[signal.SIGKILL] * is_killed], (first, second, after)
+
+
 def test_ranks_inherit_that_nohup_ignores_the_end_of_the_terminal() -> None:
     """A signal with a handler has its default effect in a program that is executed."""
     previous = {number: signal.getsignal(number) for number in launching._FORWARDED_SIGNALS}
@@ -164,6 +187,9 @@ def test_layout_sizes_leave_the_rest_to_data_parallelism_or_do_not_fit() -> None
         check_sizes(6, 2, 2, False)
     with pytest.raises(ConfigError, match=r"model\.sequence_parallel: got true"):
         check_sizes(2, 1, 2, True)
+    with pytest.raises(ConfigError, match=r"expert_model_parallel_size: .*--processes 12$"):
+        check_sizes(4, 2, 1, False, ep=3, cp=2)
+    assert check_sizes(12, 2, 1, False, ep=3, cp=2) == 3
 
 
 def test_layout_is_written_in_one_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from nemo_aligner.cli.main import main
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.planner import PlanRequest
 from nemo_aligner.planning.presets import preset
@@ -100,6 +102,13 @@ def test_plan_offloads_activations_where_nothing_fits_without(plan: Plan) -> Non
     assert "  model.activations_offload=true" in shown.splitlines()
 
 
+def test_plan_has_host_memory_of_all_layouts_if_one_uses_it(plan: Plan) -> None:
+    """Also if the first one does not."""
+    step = ("--params=1B", "--gpus=2", "--freeze-layers=14", "--activations-offload")
+    hosts = [float(row["host GiB"]) for row in rows(plan.shown(*step))]
+    assert hosts[0] == 0 < max(hosts)
+
+
 def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
     message = plan.error("--params=70B", "--gpus=8")
     assert "no layout fits on 8 GPUs" in message
@@ -126,7 +135,10 @@ def test_the_fewest_gpus_for_experts_are_found_by_expert_parallelism() -> None:
 
 
 def test_plan_has_only_layouts_that_training_accepts(plan: Plan) -> None:
-    """nf4's blocks do not divide the MLP of a 7B on 8 ranks; experts are not trained in fp16."""
+    """nf4's blocks do not divide the MLP of a 7B on 8 ranks; experts are not trained in fp16.
+
+    Layers that read an earlier layer's keys are not recomputed in full.
+    """
     shape, _ = preset("7B")
     quantized = {"lora_rank": 16, "base_precision": "nf4", "seq_length": 1024}
     planner = PlanRequest(gpu_memory=12, reserve=2, **quantized).planner(shape)  # type: ignore[arg-type]
@@ -141,6 +153,13 @@ def test_plan_has_only_layouts_that_training_accepts(plan: Plan) -> None:
     experts = ModelShape.from_config({**config, "moe_ffn_hidden_size": 32})
     with pytest.raises(ConfigError, match=r"precision: got fp16, but .*Set it to bf16 or fp32"):
         PlanRequest(precision="fp16").planner(experts)
+    # Adapters of experts are split along LoRA's rank, and those of other layers are not.
+    for rank, tps in ((3, {1}), (4, {1, 2})):
+        planner = PlanRequest(lora_rank=rank, seq_length=64).planner(experts)
+        assert {layout.plan.tp for layout in planner.candidates(2)} == tps
+    gemma4 = Gemma4Shape(16, 2, keys_as_values=False, global_rotary=0.5, shared_layers=2)
+    with pytest.raises(ConfigError, match=r"^recompute: got full, .* Set it to auto, selective"):
+        PlanRequest(recompute="full").planner(replace(shape, gemma4=gemma4))
 
 
 def test_plan_assumes_the_peak_of_the_precision(plan: Plan) -> None:

@@ -50,7 +50,8 @@ def test_layouts_and_recomputation_that_a_decoder_does_not_support_are_left_out(
     assert fitting
     assert all(sizes.cp == 1 for sizes in fitting)
     assert reasons[-1] == (
-        "TP=1 CP=2 PP=1 DP=1: not supported for a model with linear attention or Mamba-2"
+        "TP=1 CP=2 PP=1 DP=1: model.context_parallel_size: got 2, which is not supported for a "
+        "model with linear attention or Mamba-2. Set it to 1"
     )
     gemma4 = Gemma4Shape(16, 2, keys_as_values=False, global_rotary=0.5)
     for layers, wanted in ((0, Recompute.full), (2, Recompute.selective)):

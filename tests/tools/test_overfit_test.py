@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,18 @@ from torch import Tensor
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
+from nemo_aligner.tools.overfit_test import (
+    _adapt_settings,
+    few_records,
+    probe,
+    swap_labels,
+)
+from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.errors import TrainingError
 from tests.data.test_packing import dataset
 from tests.distributed.layouts import archive
@@ -70,6 +80,19 @@ def test_probe_and_swapped_evaluation_pass_training_of_other_decoders(
     assert learned["accuracy"] > 0.9
     assert opposite["accuracy"] == pytest.approx(1 - learned["accuracy"])
     assert opposite["reward_margin"] == -learned["reward_margin"]
+
+
+def test_probe_ignores_what_fits_only_the_steps_and_files_of_the_run(
+    settings: list[str], tmp_path: Path
+) -> None:
+    files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 6, seed) for seed in (0, 1)]
+    prefix = "model.data.data_prefix"
+    weights = [f"{prefix}.train=[{files[0]},{files[1]}]", f"{prefix}.train_weights=[1,2]"]
+    arguments = [*settings, *weights, "model.optim.sched.constant_steps=99"]
+    config = load_config(TrainConfig, arguments)
+    _adapt_settings(config, 4, 5)
+    run = prepare_run(config, LayoutSizes())
+    assert replace(run, data=few_records(run.data, 4)).total_steps == 5
 
 
 def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:

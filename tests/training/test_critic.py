@@ -15,7 +15,16 @@ from transformers import LlamaForSequenceClassification
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.export import export_to_hf
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_pretrained,
+    load_reward_model,
+    read_text_rules,
+    save_reward_model,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import LORA_TARGETS, BasePrecision
 from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.models.shapes.lora import LoraShape, read_lora
 from nemo_aligner.training.critic import CriticRun
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.harness import families, tiny
@@ -167,6 +176,22 @@ def opened(model_folder: Path, layout: Any, tmp_path_factory: pytest.TempPathFac
     run.learner.train(rollouts()[0])
     run.save()
     return run, open_again
+
+
+def test_critic_of_a_quantized_base_is_dense_and_goes_on_from_its_own_archive(
+    model_folder: Path, layout: Any, tmp_path: Path
+) -> None:
+    archive, lora = tmp_path / "rm.nemo", LoraShape(2, 4.0, LORA_TARGETS, BasePrecision.nf4)
+    loaded = load_pretrained(
+        model_folder / "rm.nemo", layout, num_attributes=1, precision=Precision.fp32, lora=lora
+    )
+    tokenizer, contract = read_text_rules(model_folder / "rm.nemo")
+    contract = replace(contract, base_precision="nf4")
+    save_reward_model(archive, loaded.model, loaded.config, tokenizer, contract)
+    path = open_run(str(archive), tmp_path / "run", layout).save()
+    assert read_lora(load_reward_model(path, layout).config) is None
+    assert read_text_rules(path)[1].base_precision is None
+    open_run(str(path), tmp_path / "run", layout)
 
 
 def test_critic_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(

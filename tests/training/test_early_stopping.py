@@ -40,7 +40,7 @@ SHAPE = ModelShape.from_config(tiny.SMALLEST)
 def count_validations(patience: EarlyStopping, *values: float) -> list[int]:
     counts = []
     for value in values:
-        patience.count_validation({NAME: value})
+        patience.count_validation({NAME: value}, step=1)
         counts.append(patience.validations_since_best)
     return counts
 
@@ -55,7 +55,7 @@ def test_patience_counts_validations_that_are_no_better() -> None:
         assert count_validations(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
     # A NaN is no better; a validation without the metric does not count.
     patience = EarlyStopping(NAME, patience=2)
-    patience.count_validation({"other/accuracy": 1.0})
+    patience.count_validation({"other/accuracy": 1.0}, step=1)
     assert (patience.best, patience.validations_since_best) == (None, 0)
     assert count_validations(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over

@@ -123,11 +123,18 @@ def test_heldout_records_of_one_line_have_their_own_texts(
         for row in files.rows_of(tmp_path / "heldout" / "drawn.jsonl")
     ]
     assert of_drawn == [(f"{source}:1", "good"), (f"{source}:2", "worse")]
-    # Where one of them was dropped, nobody knows which texts the others have.
-    fewer = replace(data.validation[0], name="fewer", origins=data.validation[0].origins[1:])
-    heldout.keep(fewer, torch.zeros(3, 1))
+    # Where one of them was dropped, nobody knows which texts the others of the line have.
+    fewer = replace(data.validation[0].select([1, 2, 3]), name="fewer", line_positions=None)
+    for _ in range(2):
+        heldout.keep(fewer, torch.tensor([[5.0], [6.0], [7.0]]))
     output = " ".join(capsys.readouterr().out.split())
+    assert output.count("the report will lack the rewards of 1 of 3 held-out records") == 1
     assert f"{source}:1: 2 records come from this line, but the run uses only 1 of" in output
+    of_fewer = files.rows_of(tmp_path / "heldout" / "fewer.jsonl")
+    assert [(row["record"], row["rewards"]["right"]) for row in of_fewer] == [
+        (f"{source}:2", 6.0),
+        (f"{source}:2", 7.0),
+    ]
 
 
 def test_heldout_file_that_is_gone_is_said_and_stops_nothing(

@@ -79,6 +79,11 @@ def test_logs_go_on_where_the_checkpoint_was_and_begin_anew_where_there_is_none(
             lines.write(text)
     log(tmp_path, 2, LATER)
     check_logged(tmp_path, [*ROWS[:4], *LATER])
+    # A run that has ended measures its model again.
+    for accuracy in (0.5, 0.75):
+        test = (3, {"test-pairs/accuracy": accuracy})
+        log(tmp_path, 3, [test])
+        check_logged(tmp_path, [*ROWS[:4], *LATER, test])
     rows = [(0, {"validation/loss": 0.9}), (1, {"train/loss": 0.8})]
     log(tmp_path, 0, rows)
     check_logged(tmp_path, rows)

@@ -89,6 +89,9 @@ def test_learning_rates(layout: ParallelLayout) -> None:
     cooled = [0.002 + 0.008 * factor for factor in (*cosine, 0.0, 0.0)]
     assert used == pytest.approx([*warm, *cooled], abs=1e-8)
     assert rates(layout, 2, warmup_steps=0)[0] == 0.01
+    # A constant rate has no decay that needs a step.
+    constant = {"name": Schedule.constant, "warmup_steps": 0, "constant_steps": 9}
+    assert rates(layout, 2, **constant) == [0.01, 0.01]
     # A run shorter than its warm-up stays in it.
     assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,17 +13,27 @@ from unittest.mock import Mock
 import pytest
 
 from nemo_aligner.checkpoint import run as run_checkpoints
+from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.nemo import archive
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
+from nemo_aligner.config.model import LORA_TARGETS, ModelConfig
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.models.shapes.lora import LoraShape, with_lora
 from nemo_aligner.training import prepare
 from nemo_aligner.training import run as run_module
 from nemo_aligner.training.dry_run import check_run
 from nemo_aligner.training.loggers import MetricLoggers
+from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.training.run import train
 from nemo_aligner.training.trainer import SupervisedTrainer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
-from tests.harness import tiny
+from tests.harness import families, tiny
+
+ONE, fp32 = LayoutSizes(), Precision.fp32
 
 
 class _StartedError(Exception):
@@ -90,6 +101,40 @@ def test_run_that_may_not_resume_is_rejected_before_its_data_is_read(
     path.write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match="odin was removed in nemo_aligner"):
         check_run(load_config(TrainConfig, settings), processes=1)
+
+
+def test_settings_that_the_model_does_not_support_are_rejected_before_its_data_is_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CheckpointDescription.read(base)
+    monkeypatch.setattr(prepare, "build_training_data", _read_no_data)
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
+    settings = tiny.training(base, tmp_path / "run", pairs, pairs)
+    full = "model.activations_checkpoint_granularity=full"
+    experts, lora = _described(plain, "mixtral"), "model.lora.rank=3"
+    adapted = replace(experts, config=with_lora(experts.config, LoraShape(3, 8.0, LORA_TARGETS)))
+    tp = LayoutSizes(tp=2)
+    trained = replace(plain, contract=build_contract(ModelConfig(), plain.tokenizer, fp32))
+    head = "pretrained_checkpoint.load_rm_head_weights=other.nemo"
+    for checkpoint, changes, layout, message in (
+        (experts, [lora, "model.lora.dropout=0.1"], ONE, "lora.dropout: got 0.1, which is not"),
+        (experts, [lora], tp, "lora.rank: got 3, wanted a multiple of .*=2, which splits"),
+        # The adapters of the base are loaded before they are folded.
+        (adapted, [], tp, "lora.rank: got 3, wanted a multiple of .*=2, which splits"),
+        (plain, [full, "model.activations_checkpoint_num_layers=9"], ONE, "got 9, wanted at most"),
+        (_described(plain, "gemma4_small"), [full], ONE, "granularity: got full, which is not"),
+        (_described(plain, "qwen3_5"), [], LayoutSizes(cp=2), "context_parallel_size: got 2"),
+        (trained, [head], ONE, "load_rm_head_weights: got other.nemo, but training starts from"),
+    ):
+        monkeypatch.setattr(CheckpointDescription, "read", Mock(return_value=checkpoint))
+        with pytest.raises(ConfigError, match=message):
+            prepare_run(load_config(TrainConfig, [*settings, *changes]), layout)
+
+
+def _described(plain: CheckpointDescription, case: str) -> CheckpointDescription:
+    """The description of a checkpoint with another decoder."""
+    hf_config = families.hf_config(case)
+    return replace(plain, config=find_family(hf_config.model_type).to_nemo(hf_config.to_dict()))
 
 
 def test_missing_file_is_named_with_its_setting_and_the_likely_file(tmp_path: Path) -> None:

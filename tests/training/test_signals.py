@@ -146,6 +146,7 @@ def test_signal_a_second_later_again_leaves_at_once(
         (signal.SIGINT, signal.SIGTERM, 1.5, True),
         (signal.SIGTERM, signal.SIGINT, 1.5, True),
         (signal.SIGTERM, signal.SIGTERM, 1.5, False),
+        (signal.SIGINT, signal.SIGHUP, 1.5, False),
     ):
         now, codes = [5.0], []
         announced.clear()

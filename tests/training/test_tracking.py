@@ -80,7 +80,10 @@ def test_resumed_run_is_the_same_one(tmp_path: Path, logged: dict[str, Any]) -> 
     (tmp_path / "tracking.json").write_text(json.dumps({"wandb": content}))
     run(tmp_path, 2, (3, {"loss": 3}))
     run(tmp_path, 3, (4, {"loss": 4}))
-    assert logged["old"] == [(3, {"loss": 3}), (4, {"loss": 4})]
+    # Also after a part of the run in which the service is off.
+    build_loggers(config_of(tmp_path), {}, 4).close()
+    run(tmp_path, 5, (6, {"loss": 6}))
+    assert logged["old"] == [(step, {"loss": step}) for step in (3, 4, 6)]
 
 
 def test_run_that_begins_anew_is_another_one(tmp_path: Path, logged: dict[str, Any]) -> None:

@@ -213,6 +213,14 @@ def test_trainer_ends_early_where_validations_get_no_better(
     message = "training ends at step 3: 2 validations in a row without a better validation/accuracy"
     assert message in capsys.readouterr().out
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
+    # A NaN before training is no reason not to train.
+    untrained = Diary()
+    untrained.values = {0: math.nan, 1: math.nan}
+    patience = EarlyStopping("validation/accuracy", patience=1)
+    options = {"val_before_training": True, "val_check_interval": 1}
+    assert fit(untrained, 9, patience=patience, **options) is None
+    assert untrained.events[:3] == ["validate 0", "train 0", "validate 1"]
+    assert untrained.step == 1
     again = Diary()
     patience = EarlyStopping("validation/accuracy", patience=2)
     patience.restore(diary.saved[-1])

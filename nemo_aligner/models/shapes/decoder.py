@@ -29,7 +29,7 @@ from nemo_aligner.models.shapes.latent_attention import (
 )
 from nemo_aligner.models.shapes.layer import check_supported, read_layer
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
-from nemo_aligner.models.shapes.lora import LoraShape, read_lora
+from nemo_aligner.models.shapes.lora import LoraShape, check_expert_rank, read_lora
 from nemo_aligner.models.shapes.rope import (
     ROPE_FP32,
     LongRope,
@@ -414,24 +414,25 @@ class ModelShape:
         """False if full recomputation would lose gradients (``needs_whole_backward``)."""
         return self.gemma4 is None or not self.gemma4.needs_whole_backward
 
-    def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
+    def check_fits(self, tp: int, pp: int, ep: int = 1, cp: int = 1) -> None:
         """Check that a layout splits the model evenly.
 
         Args:
-            tp, pp, ep: sizes of tensor, pipeline and expert parallelism.
+            tp, pp, ep, cp: sizes of tensor, pipeline, expert and context parallelism.
 
         Raises:
             ConfigError: a size does not divide what it splits, or the model does not support it.
         """
         key = "model.tensor_model_parallel_size"
         if self.linear_attention is not None:
-            self.linear_attention.check_fits(tp)
+            self.linear_attention.check_fits(tp, cp)
         if self.latent_attention is not None:
             self.latent_attention.check_fits(tp)
         if self.gemma4 is not None:
             self.gemma4.check_fits(tp, pp, self.are_global)
         if self.experts is not None:
             self.experts.check_fits(tp, ep)
+            check_expert_rank(self.lora, tp)
         elif ep > 1:
             raise ConfigError(
                 f"model.expert_model_parallel_size: got {ep}, wanted 1, as the model has no experts"

@@ -102,12 +102,18 @@ class LinearAttentionShape:
         """
         return 0.0
 
-    def check_fits(self, tp: int) -> None:
-        """Check that tensor parallelism splits the key heads evenly.
+    def check_fits(self, tp: int, cp: int) -> None:
+        """Check that tensor parallelism splits the key heads evenly, and nothing splits sequences.
 
         Raises:
-            ConfigError: the size does not divide the number of key heads.
+            ConfigError: ``tp`` does not divide the number of key heads, or ``cp``, the size of
+                context parallelism, is above 1.
         """
+        if cp > 1:
+            raise ConfigError(
+                f"model.context_parallel_size: got {cp}, which is not supported for a model with "
+                "linear attention or Mamba-2. Set it to 1"
+            )
         if self.num_key_heads % tp != 0:
             raise ConfigError(
                 f"model.tensor_model_parallel_size: got {tp}, wanted a divisor of the "

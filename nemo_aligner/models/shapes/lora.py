@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_count, read_number
 from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, LoraConfig
-from nemo_aligner.utils.errors import CheckpointError, shown
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.shapes.decoder import ModelShape
 
 # Name of LoRA's section in ``model_config.yaml``.
 LORA_KEY = "lora"
@@ -68,6 +71,11 @@ class LoraShape:
         return names + [
             EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
         ]
+
+    @property
+    def adapts_experts(self) -> bool:
+        """True if the experts of a mixture-of-experts model get adapters."""
+        return any(target in EXPERT_LINEARS for target in self.targets)
 
     def with_dense_base(self) -> LoraShape:
         """Return the same adapters on a base that is not quantized, as folding them requires."""
@@ -147,4 +155,33 @@ def check_lora(stored: LoraShape | None, requested: LoraShape | None, source: ob
         raise CheckpointError(
             f"{source}: the model has LoRA adapters of {stored}, but model.lora has {requested}. "
             "Set the same adapters, or model.lora.rank=0 to fold them and train all weights."
+        )
+
+
+def check_expert_rank(lora: LoraShape | None, tp: int) -> None:
+    """Check that tensor parallelism can split the adapters of experts, along LoRA's rank.
+
+    Raises:
+        ConfigError: experts get adapters, and ``tp`` does not divide LoRA's rank.
+    """
+    if lora is not None and lora.adapts_experts and lora.rank % tp != 0:
+        raise ConfigError(
+            f"model.lora.rank: got {lora.rank}, wanted a multiple of "
+            f"model.tensor_model_parallel_size={tp}, which splits the adapters of experts"
+        )
+
+
+def check_dropout(shape: ModelShape, rate: float) -> None:
+    """Check that LoRA's adapters in a model of this shape support dropout at ``rate``.
+
+    Raises:
+        ConfigError: experts get adapters, and ``rate`` is above 0.
+    """
+    has_adapted_experts = (
+        shape.experts is not None and shape.lora is not None and shape.lora.adapts_experts
+    )
+    if rate > 0 and has_adapted_experts:
+        raise ConfigError(
+            f"model.lora.dropout: got {rate:g}, which is not supported for adapters of experts. "
+            "Set it to 0, or choose only attention's linear layers in model.lora.targets."
         )

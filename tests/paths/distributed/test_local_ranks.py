@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.utils.processes import SECOND_AFTER_S
 from tests.harness import tiny
 from tests.harness.launching import run_code, run_local_ranks, start_local_ranks
 
@@ -114,6 +115,7 @@ while True:
     process.send_signal(signal.SIGINT)
     while len(list(tmp_path.glob("asked*"))) < 2:
         time.sleep(0.02)
+    time.sleep(SECOND_AFTER_S)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (137, "")
