@@ -347,8 +347,11 @@ def export_archive(
     adapter_of: str | None,
     max_shard_bytes: int | None,
     base_license: str,
+    hub_name: str | None = None,
 ) -> ExportSummary | str:
     """Export a reward model's ``.nemo``, for ``nemo-aligner export`` and ``RewardModel.export``.
+
+    ``hub_name`` is the model on the hub to which the caller uploads the export, for the model card.
 
     Raises:
         ConfigError: the options do not fit together, or there are several processes.
@@ -368,6 +371,7 @@ def export_archive(
         head=head,
         max_shard_bytes=max_shard_bytes or _SHARD_BYTES,
         base_license=base_license,
+        hub_name=hub_name,
     )
     with single_process():
         if _is_gguf(output):

@@ -223,6 +223,7 @@ def run_export(options: argparse.Namespace) -> int:
                 adapter_of=options.adapter_of,
                 max_shard_bytes=options.max_shard_size,
                 base_license=options.base_license,
+                hub_name=options.push,
             )
         )
     )

@@ -8,7 +8,7 @@ translated, rejected with a reason, or reported in a note as ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -87,6 +87,8 @@ class Translation:
     Attributes:
         problems: ``(file, message)`` for each rejected value.
         pending: comparisons with our settings, which ``load.py`` runs after it has loaded them.
+        added: ``(key of a list, values, file)`` for each key whose values are appended to a list.
+            ``load.py`` appends them after all updates, because an update may set the list.
     """
 
     def __init__(self, rules: Sequence[KeyRule]) -> None:
@@ -94,11 +96,12 @@ class Translation:
         self._settings = OmegaConf.create({})
         # For each key the last update that sets it; only this one counts.
         self._last_update: dict[str, DictConfig] = {}
+        # Notes by the key that gets the value; by NeMo-Aligner's key if the value is appended.
         self._translated: dict[str, str] = {}
         self._ignored: dict[str, list[str]] = {}
-        self._added: dict[str, list[Any]] = {}
         self.problems: list[tuple[str, str]] = []
         self.pending: list[SameValue] = []
+        self.added: list[tuple[str, list[Any], str]] = []
 
     def register(self, update: DictConfig) -> None:
         """Store an update, before any update is translated.
@@ -125,28 +128,31 @@ class Translation:
 
         Returns:
             A copy of ``update`` with our keys only. It lacks the keys of NeMo-Aligner that have no
-            counterpart here, and those that a later update sets again.
+            counterpart here, those whose values are ``added`` to a list, and those that a later
+            update sets again.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
-        leaves = dict(_list_leaves(tree))
-        for key, value in leaves.items():
+        # Keys that are renamed come last, so that they win over our key, wherever the file has it.
+        leaves = sorted(_list_leaves(tree), key=lambda leaf: self.target(leaf[0]) != leaf[0])
+        for key, value in leaves:
             resolved = self._resolve_references(key, value)
+            if resolved is not value:
+                _set_key(tree, key, resolved)
             rule = self._find_rule(key)
             if rule is None:
-                if resolved is not value:
-                    _set_key(tree, key, resolved)
+                self._translated.pop(key, None)
             elif self._last_update[key] is not update:
                 # A later update sets the same key and wins, so this value is dropped.
                 _remove_key(tree, key)
             else:
-                if rule.target != key:
+                if not rule.target or self.target(key) != key:
                     _remove_key(tree, key)
                 self._apply(rule, key, resolved, tree, location)
         return OmegaConf.create(tree)
 
     def notes(self) -> list[str]:
         """List each translated key with our key, and each ignored key with the reason."""
-        translated = [f"{key} is taken as {target}" for key, target in self._translated.items()]
+        translated = list(self._translated.values())
         ignored = [
             f"{', '.join(keys)}: ignored: {reason}" for reason, keys in self._ignored.items()
         ]
@@ -190,7 +196,7 @@ class Translation:
         elif rule.same_as:
             self.pending.append(SameValue(rule, value, location))
         elif rule.adds:
-            self._append_to_target(rule, key, value, tree)
+            self._append_to_target(rule, key, value, location)
         elif rule.target:
             self._set_target(rule, key, value, tree)
         elif not rule.accepted:  # an accepted value needs no note: it changes nothing
@@ -203,22 +209,19 @@ class Translation:
         if value is None and target != key and "null" not in rule.values:
             return  # null means "not set", so our default stays
         translated = rule.values.get(value_yaml, value)
+        self._translated.pop(target, None)
+        if target == key and translated is value:
+            return  # it is in the tree already, where its name may contain dots
         _set_key(tree, target, translated)
-        if target != key or as_yaml(translated) != value_yaml:
-            self._translated[f"{key}={value_yaml}"] = f"{target}={as_yaml(translated)}"
+        taken = f"{target}={as_yaml(translated)}"
+        self._translated[target] = f"{key}={value_yaml} is taken as {taken}"
 
-    def _append_to_target(self, rule: KeyRule, key: str, value: Any, tree: dict[str, Any]) -> None:
-        added = self._added.setdefault(rule.target, [])
-        added += _as_list(value)
-        configured = OmegaConf.select(self._settings, rule.target, default=[])
-        _set_key(tree, rule.target, [*_as_list(configured), *added])
-        self._translated[f"{key}={as_yaml(value)}"] = f"another of {rule.target}"
-
-
-def _as_list(value: Any) -> list[Any]:
-    if not value:
-        return []
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    def _append_to_target(self, rule: KeyRule, key: str, value: Any, location: str) -> None:
+        if not value:
+            return  # null or an empty list adds nothing
+        values = list(value) if isinstance(value, list) else [value]
+        self.added.append((rule.target, values, location))
+        self._translated[key] = f"{key}={as_yaml(value)} is taken as another of {rule.target}"
 
 
 def _list_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -94,6 +94,12 @@ def _split_optional(kind: Any) -> tuple[list[Any], bool]:
     return [part for part in parts if part is not type(None)], True
 
 
+def without_null(kind: Any) -> Any:
+    """Return the type ``T`` for ``T | None``; other types are returned unchanged."""
+    parts, _ = _split_optional(kind)
+    return parts[0] if len(parts) == 1 else kind
+
+
 def _describe_type(kind: Any) -> str:
     (inner, *_), may_be_null = _split_optional(kind)
     if isinstance(inner, type) and issubclass(inner, Enum):

@@ -24,6 +24,7 @@ from nemo_aligner.config.describe import (
     find_settings,
     list_keys,
     suggest_setting,
+    without_null,
 )
 from nemo_aligner.config.mistakes import (
     describe_file_error,
@@ -35,6 +36,8 @@ from nemo_aligner.config.yaml_text import TypeOfKey, read_file, read_setting
 from nemo_aligner.utils.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
+# Python types of the settings with several values.
+_COLLECTIONS: Mapping[Any, type] = {list: list, tuple: list, dict: dict}
 
 
 def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None) -> T:
@@ -149,9 +152,9 @@ class _Merging:
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         keys = list(list_keys(schema))
-        # For each setting its type in words, and its Python type.
+        # For each setting its type in words, and its Python type apart from None.
         self._kinds = {key.name: key.kind for key in keys}
-        self._types = {key.name: key.type for key in keys}
+        self._types = {key.name: without_null(key.type) for key in keys}
         self._mappings = [key for key, kind in self._types.items() if get_origin(kind) is dict]
         # The problems of each file; the key "" is for settings that are not from a file.
         self._problems: dict[str, list[str]] = {}
@@ -241,23 +244,34 @@ class _Merging:
                 )
 
     def _add_value(self, key: str, kind: Any, value: Any, location: str) -> None:
+        origin = get_origin(self._types[key])
         # A single value becomes a list of one if a list is expected, unless it is a reference such
         # as ${model.seed}.
-        if (
-            get_origin(kind) is list
-            and isinstance(value, str | float | int)
-            and "${" not in str(value)
-        ):
+        if origin is list and isinstance(value, str | float | int) and "${" not in str(value):
             value = [value]
         if get_origin(kind) is dict and value is None:
             return  # null is an empty dict, from which ``finish`` starts every mapping that is set
-        if get_origin(kind) in (list, tuple) and _has_collections(value):
+        if origin in (list, tuple) and _has_collections(value):
             self._add_problem(location, f"{key}: got {shown(value)}, wanted {self._kinds[key]}")
             return
+        # OmegaConf cannot merge into null.
+        merges = origin is dict and self._present(key) is not None
         try:
-            OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
+            OmegaConf.update(self._merged, key, value, merge=merges)
         except OmegaConfBaseException:
             self._add_problem(location, describe_wrong(key, self._kinds[key], value))
+
+    def _append_to_list(self, key: str, values: list[Any], location: str) -> None:
+        present = self._present(key)
+        # Anything else is a reference without such a value, which ``_build_section`` reports.
+        if isinstance(present, ListConfig):
+            # Not ``[*present]``, which would resolve references.
+            joined = OmegaConf.create([*present._iter_ex(resolve=False), *values])
+            self._add_value(key, self._types[key], joined, location)
+
+    def _present(self, key: str) -> Any:
+        """Return the value of a setting so far; None if it refers to one that has no value."""
+        return OmegaConf.select(self._merged, key, throw_on_resolution_failure=False)
 
     def _add_unknown(self, key: str, value: Any, location: str) -> None:
         """Record an unknown key, or each key of an unknown section if one has a suggestion."""
@@ -289,6 +303,8 @@ class _Merging:
             self._clear_mappings(update, key)
             translated = self._translation.translate(update, location)
             self._add_section(translated, self._schema, location, "")
+        for key, values, location in self._translation.added:
+            self._append_to_list(key, values, location)
         for location, problem in self._translation.problems:
             self._add_problem(location, problem)
         config = self._build_section(self._schema, self._merged, "")
@@ -307,17 +323,22 @@ class _Merging:
         hints = get_type_hints(schema)
         values: dict[str, Any] = {}
         for item in fields(schema):
-            kind = hints[item.name]
+            kind, key = hints[item.name], prefix + item.name
+            origin = get_origin(self._types.get(key))
             try:
                 # Reading a value resolves its references; now all updates are merged.
                 value = node[item.name]
+                if OmegaConf.is_config(value) and not is_dataclass(kind):
+                    value = OmegaConf.to_object(value)
             except OmegaConfBaseException as error:
-                self._add_problem("", f"{prefix}{item.name}: {first_line(error)}")
+                self._add_problem("", f"{key}: {first_line(error)}")
                 continue
             if is_dataclass(kind):
-                value = self._build_section(kind, value, f"{prefix}{item.name}.")
-            elif OmegaConf.is_config(value):
-                value = OmegaConf.to_object(value)
+                value = self._build_section(kind, value, f"{key}.")
+            elif value is not None and not isinstance(value, _COLLECTIONS.get(origin, object)):
+                # OmegaConf checks what a reference gives only for settings of a single value.
+                self._add_problem("", describe_wrong(key, self._kinds[key], value))
+                continue
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
             # Not OmegaConf.to_object: it stops at the first invalid section.

@@ -400,7 +400,7 @@ class SchedulerConfig:
             ConfigError: warm-up and constant steps leave no step for the decay.
         """
         max_constant_steps = max(0, total_steps - self.warmup_steps - 1)
-        if self.constant_steps > max_constant_steps:
+        if self.name is not Schedule.constant and self.constant_steps > max_constant_steps:
             raise ConfigError(
                 f"model.optim.sched.constant_steps: got {self.constant_steps}, wanted at most "
                 f"{max_constant_steps}, as the run has {total_steps} steps, {self.warmup_steps} of "

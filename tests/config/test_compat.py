@@ -85,6 +85,30 @@ def test_nemo_aligner_validation_sets_are_all_taken(tmp_path: Path) -> None:
     settings = ["++model.data.data_prefix.validation_c=[c.jsonl]"]
     found = load_config(TrainConfig, settings, file).model.data.data_prefix
     assert found.validation == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    # Whatever the file has first, and also beside what replaces the file's own list.
+    file.write_text("model: {data: {data_prefix: {validation_b: [b], validation: [a]}}}")
+    for settings, wanted in (
+        ([], ["a", "b"]),
+        (["model.data.data_prefix.validation=[c]"], ["c", "b"]),
+        (["++model.data.data_prefix.validation_b=null"], ["a"]),
+    ):
+        config, notes = load_with_notes(TrainConfig, settings, file)
+        assert config.model.data.data_prefix.validation == wanted
+        assert len(notes) == len(wanted) - 1
+
+
+def test_nemo_aligner_key_is_taken_beside_our_name_for_it(tmp_path: Path) -> None:
+    """The order in the file does not count; a later setting wins, and then no note says other."""
+    theirs, ours = "exp_manager: {max_time_per_run: '00:03:50:00'}", "trainer: {max_time: null}"
+    file = tmp_path / "training_rm.yaml"
+    for lines in ((theirs, ours), (ours, theirs)):
+        file.write_text("\n".join(lines))
+        config, notes = load_with_notes(TrainConfig, [], file)
+        assert config.trainer.max_time == "00:03:50:00"
+        assert len(notes) == 1
+        for setting, wanted in (("=null", None), ("=00:01:00:00", "00:01:00:00")):
+            config, notes = load_with_notes(TrainConfig, [f"trainer.max_time{setting}"], file)
+            assert (config.trainer.max_time, notes) == (wanted, [])
 
 
 def test_nemo_aligner_server_file_standardizes_as_asked(tmp_path: Path) -> None:

@@ -313,6 +313,7 @@ def test_settings_of_another_program_are_checked_as_those_of_a_file() -> None:
 
 WEIGHTS = "model.regression.attribute_weights"
 KEYWORDS = "exp_manager.wandb_logger_kwargs"
+VARIABLES = "model.data.chat_template_kwargs"
 MAPPINGS = """
 model:
   reward_model_type: regression
@@ -349,6 +350,14 @@ def test_settings_mapping_given_as_a_whole_replaces_and_a_key_of_it_adds(tmp_pat
     for setting, expected in keywords.items():
         config = load_config(TrainConfig, [setting], file)
         assert config.exp_manager.wandb_logger_kwargs == expected, setting
+    variables: dict[tuple[str, ...], dict[str, int] | None] = {
+        (f"{VARIABLES}.a=1", f"{VARIABLES}.b=2"): {"a": 1, "b": 2},
+        (f"{VARIABLES}.a=1", f"{VARIABLES}={{yes: 2}}"): {"yes": 2},
+        (f"{VARIABLES}.a=1", f"{VARIABLES}=null"): None,
+    }
+    for settings, values in variables.items():
+        data = load_config(TrainConfig, settings).model.data
+        assert data.chat_template_kwargs == values, settings
     served = write(tmp_path, "shaping: {attribute_weights: {a: 1}}")
     config = load_config(ServeConfig, ["shaping.attribute_weights=null"], served)
     assert config.shaping.attribute_weights == {}
@@ -495,6 +504,8 @@ def test_text_in_lists() -> None:
         f"{TRAIN}=[a.jsonl] #2": f"{TRAIN}=[a.jsonl] #2: got '#', which begins a comment",
         f"{TRAIN}=[x #1.jsonl]": TRAIN,
         "model.data.data_prefix.train_weights=[a: 1]": "got [{'a': 1}], wanted [a number, ...]",
+        f"{TRAIN}=['${{oc.env:NO_SUCH}}/a']": f"{TRAIN}: KeyError raised while resolving",
+        f"{TRAIN}=${{model.seed}}": f"{TRAIN}: got 1234, wanted [text, ...]",
         f"{NAMES}=['']": f"{NAMES}: got [''], wanted names, none of them empty",
     }
     assert not_refused(TrainConfig, refusals) == {}
@@ -542,3 +553,6 @@ def test_text_of_attribute_names() -> None:
     config, notes = load_with_notes(TrainConfig, settings)
     assert config.model.regression.attribute_weights == {"yes": 1.0, "no": 0.5}
     assert notes == []
+    settings = [setting.replace("yes", "quality.v1") for setting in settings]
+    config = load_config(TrainConfig, settings)
+    assert config.model.regression.attribute_weights == {"quality.v1": 1.0, "no": 0.5}

@@ -125,7 +125,7 @@ def _export_adapter(
     write_json(staging / _CONFIG_NAME, _build_config(archive, lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
-    card_arguments = (output.name, exported, pad_token, folder, options.base_license)
+    card_arguments = (options.name_card(output), exported, pad_token, folder, options.base_license)
     is_known = has_class(REWARD_SUFFIX, archive.family.to_hf(archive.config)["model_type"])
     card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)
     (staging / "README.md").write_text(card, encoding="utf-8")

@@ -31,7 +31,7 @@ def model_card(
     """Render the model card, ``README.md``, of an exported folder.
 
     Args:
-        name: name of the folder.
+        name: name of the model on the hub, with an organization, or else of the folder.
         contract: scoring contract of the exported model.
         pad_token: text of the pad token.
         folder: the exported archive, which lists its training files. If it is the one that a run
@@ -55,6 +55,7 @@ def model_card(
     files = training_data_of(folder.config) or []
     return environment.get_template("model_card.md.jinja").render(
         name=name,
+        is_on_hub="/" in name,
         contract=contract,
         pad_token=pad_token,
         source=folder.source.name,

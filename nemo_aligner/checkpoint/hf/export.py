@@ -192,7 +192,7 @@ def _export(
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, tokenizer, exported, pad_token)
     card = model_card(
-        output.name,
+        options.name_card(output),
         exported,
         pad_token,
         folder,
@@ -351,13 +351,18 @@ def _write_weights(
 def atomic_folder(output: Path) -> Iterator[Path]:
     """Provide a temporary folder that is renamed to ``output`` if the block succeeds.
 
-    If the block fails, the temporary folder is removed, so ``output`` never is incomplete.
+    If the block fails, the temporary folder is removed, so ``output`` never is incomplete. All
+    files get the mode that the umask gives.
     """
     with scratch_beside(output) as scratch:
         staging = scratch / "folder"
         staging.mkdir()
         yield staging
+        new_file = scratch / "file"
+        new_file.touch()
         for file in staging.rglob("*"):
+            if file.is_file():  # safetensors creates files that only their owner may read
+                file.chmod(new_file.stat().st_mode)
             sync_to_disk(file)
         staging.rename(output)
     sync_to_disk(output.parent)
@@ -412,10 +417,6 @@ class ShardWriter:
         self._files.append(list(self._pending))
         tensors = {name: tensor.contiguous() for name, tensor in self._pending.items()}
         path = self._path(len(self._files))
-        # Create the file here to find the mode that the umask gives. safetensors creates files that
-        # only their owner may read.
-        path.touch()
-        mode = path.stat().st_mode
         try:
             save_file(tensors, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
@@ -423,7 +424,6 @@ class ShardWriter:
                 f"{self._folder}: the weights cannot be written: "
                 f"{write_problem(self._folder, error)}"
             ) from error
-        path.chmod(mode)
         self._pending, self._bytes = {}, 0
 
     def _path(self, number: int) -> Path:

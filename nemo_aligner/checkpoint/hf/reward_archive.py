@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -268,6 +269,7 @@ class ExportOptions:
             form.
         max_shard_bytes: size limit of a safetensors file.
         base_license: licence of the base model, for the model card.
+        hub_name: name that the model will have on the hub; None if it stays a folder.
     """
 
     dtype: torch.dtype | None = None
@@ -275,6 +277,11 @@ class ExportOptions:
     head: str | None = None
     max_shard_bytes: int = 5 * 10**9
     base_license: str = "unknown"
+    hub_name: str | None = None
+
+    def name_card(self, output: Path) -> str:
+        """Return the model's name in its card: on the hub, or that of the folder ``output``."""
+        return self.hub_name or output.name
 
 
 @dataclass(frozen=True)

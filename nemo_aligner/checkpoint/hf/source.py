@@ -369,7 +369,8 @@ def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) ->
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
-            shutil.copy(source / name, folder / name)
+            # Not their modes: files that may only be read could not be rewritten below.
+            shutil.copyfile(source / name, folder / name)
     if not is_exported:
         load_hf_tokenizer(folder, str(source)).save(folder)
 

@@ -141,7 +141,8 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     """Load the weights of ``model`` except its head; collective.
 
     ``model`` must have the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters,
-    the model's adapters are not changed.
+    the model's adapters are not changed. Rows of the padded vocabulary become zero, whatever is
+    stored, so that the weights do not depend on the layout.
 
     Raises:
         CheckpointError: on every rank, if a stored tensor has no place in the model, or if
@@ -166,6 +167,11 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         layer.store_weight(folder.store.load({key: entry})[key])
         skipped.add(key)
     _load_all_but(skipped, request, model, folder)
+    rows = ModelShape.from_config(folder.config).vocab_size
+    for name in VOCABULARY_TENSORS:
+        if folder.prefix + name in request:
+            entry = request[folder.prefix + name]
+            entry.data.detach()[max(0, rows - entry.global_offset[0]) :] = 0
 
 
 def load_adapters(model: GPTRewardModel, folder: NemoFolder) -> None:

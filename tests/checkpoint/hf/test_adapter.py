@@ -156,7 +156,7 @@ def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     make: Any, layout: Any, tmp_path: Path
 ) -> None:
     """The attributes can be merged into one."""
-    options = ExportOptions(merge=True)
+    options = ExportOptions(merge=True, hub_name="org/rm")
     summary = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
     assert "NOT CHECKED: org/base is not a folder on this machine" in summary
     assert "the head of reward" in summary
@@ -165,7 +165,8 @@ def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "library_name: peft" in card
     assert '"org/base", num_labels=1' in card
-    assert 'PeftModel.from_pretrained(model, "out")' in card
+    assert 'PeftModel.from_pretrained(model, "org/rm")' in card
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
-from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.evaluation.run import evaluate_source
 from nemo_aligner.evaluation.sources import load_source
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError
@@ -90,6 +92,24 @@ def test_contract_of_an_export_is_followed(
     source = load_source(EvaluateConfig(hf_model=str(exported_folder / "hf")), layout)
     assert source.weights == scorer.contract.attribute_weights
     assert source.shown_contract == scorer.contract.hash
+
+
+@pytest.mark.parametrize("loaded", ["auto", "trl"])
+def test_eos_is_appended_in_evaluations_of_trls_format_only(
+    layout: Any, folder: Path, tmp_path: Path, loaded: str
+) -> None:
+    """The format is that of the evaluation, whatever it was when the model was loaded."""
+    texts = ["a red dog", "a cat"]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(dict(zip(("chosen", "rejected"), texts, strict=True))))
+    data = EvaluateDataConfig(path=str(path), format=loaded)
+    source = load_source(EvaluateConfig(hf_model=str(folder), data=data), layout)
+    model = load(folder)
+    for name, end in (("auto", ""), ("trl", model.tokenizer.eos_token)):
+        config = EvaluateConfig(hf_model=str(folder), data=replace(data, format=name))
+        (row,) = evaluate_source(config, source).rows
+        expected = score_all(model, [text + end for text in texts])
+        np.testing.assert_allclose([*row["rewards"].values()], expected[:, 0], atol=1e-5)
 
 
 def test_pad_token_that_ends_a_turn_is_not_read(layout: Any, tmp_path: Path) -> None:

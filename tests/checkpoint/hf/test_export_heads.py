@@ -7,7 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import nemo_aligner as na
-from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.api.reward_model import export_archive, release_models
 from nemo_aligner.checkpoint.hf import gguf_out
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.utils.errors import AlignerError
@@ -96,6 +96,8 @@ def test_head_is_exported_with_its_rewards(
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
         np.testing.assert_allclose(theirs.score(TEXTS), expected, atol=1e-4)
         shown = theirs.score([TEXTS[0]])
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len({file.stat().st_mode for file in files}) == 1
     conversation, rewards = by_card(tmp_path / "out", monkeypatch)
     assert shown.shape == rewards.shape
     convert(tmp_path / "out", tmp_path / "again.nemo")
@@ -112,6 +114,19 @@ def test_head_is_exported_with_its_rewards(
         stored = load_file(tmp_path / "out" / "model.safetensors")
         assert sorted(head) == ["v_head.summary.bias", "v_head.summary.weight"]
         assert all(torch.equal(tensor, stored[key]) for key, tensor in head.items())
+
+
+def test_card_of_a_model_on_the_hub_reads_it_there(
+    hub: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, out = write_archive(tmp_path / "rm.nemo", KINDS["two layers"]), tmp_path / "out"
+    options: dict[str, Any] = dict.fromkeys(("dtype", "head", "adapter_of", "max_shard_bytes"))
+    export_archive(archive, out, **options, merge=False, base_license="mit", hub_name="org/rm")
+    requests = hub(out)
+    conversation, rewards = by_card(out, monkeypatch)
+    assert requests == {"name": "org/rm"}
+    expected = na.RewardModel.from_pretrained(archive).score([conversation])
+    np.testing.assert_allclose(rewards, expected, atol=1e-4)
 
 
 def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
+from nemo_aligner.checkpoint.hf.push import push
 from nemo_aligner.cli import checkpoint as verbs
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
@@ -46,6 +48,7 @@ def test_export_is_pushed(
     FakeApi.calls, FakeApi.failing = [], failing
 
     def export(archive: Path, target: Path, **options: Any) -> str:
+        assert options["hub_name"] == "org/name"
         target.mkdir() if kind == "folder" else target.write_text("")
         return "exported"
 
@@ -69,6 +72,25 @@ def test_export_is_pushed(
     assert [name for name, _ in FakeApi.calls] == uploads
     assert FakeApi.calls[-1][1]["repo_id"] == "org/name"
     assert output in FakeApi.calls[-1][1].values()
+
+
+def test_pushed_folder_replaces_an_earlier_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in another form; what no export writes stays."""
+    FakeApi.calls, FakeApi.failing = [], ""
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeApi)
+    push(tmp_path, "org/name")
+    exported = [
+        "config.json", "scoring_contract.json", "chat_template.jinja", "tokenizer.json",
+        "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "value_head.safetensors", "adapter_config.json", "adapter_model.safetensors",
+        "modules.json", "1_Pooling/config.json", "score.0/config.json", "score/model.safetensors",
+    ]  # fmt: skip
+    others = ["rm.gguf", "plot.png", "onnx/model.safetensors", "onnx/config.json"]
+    patterns = FakeApi.calls[-1][1]["delete_patterns"]
+    deleted = filter_repo_objects([*exported, *others], allow_patterns=patterns)
+    assert list(deleted) == exported
 
 
 def test_push_to_a_name_without_an_organization(tmp_path: Path) -> None:

@@ -320,6 +320,16 @@ def test_conversion_of_a_hub_name_downloads_it(
     assert requests["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
 
 
+def test_tokenizer_of_files_that_may_only_be_read_is_copied(
+    changed_base: Path, tmp_path: Path
+) -> None:
+    for file in changed_base.iterdir():
+        file.chmod(0o444)
+    source_module.open_source(changed_base).save_tokenizer(tmp_path / "copy")
+    # A test may run as root, who may write to them anyway.
+    assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "copy").iterdir())
+
+
 def test_conversion_without_a_network_reads_the_cache_of_the_hub(
     reward_checkpoint: Path, tmp_path: Path
 ) -> None:
