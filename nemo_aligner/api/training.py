@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nemo_aligner.api.reward_model import RewardModel, release_models
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, step_folders
@@ -30,6 +30,7 @@ Records: TypeAlias = "FilePath | Iterable[FilePath] | Iterable[Mapping[str, Any]
 NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
 DATA_NAME = "data"
 
+_Result = TypeVar("_Result")
 _BASE = NEEDED[0]
 _OUTPUT = "exp_manager.explicit_log_dir"
 _PREFIX = "model.data.data_prefix"
@@ -58,7 +59,8 @@ def train(
             a ``.nemo`` archive, a Hugging Face folder, a ``.gguf`` file or a hub name
         records: training data, with the fields of any supported file format. Errors name record N
             as line N of the file to which it is written
-        validation: held-out data, or a mapping from names to several held-out sets
+        validation: held-out data, or a mapping from names to several held-out sets. The name of a
+            set that is a file must be that of the file, up to the first dot
         test: data, or a mapping as for ``validation``, on which the finished model is measured
         output: the run's folder (``exp_manager.explicit_log_dir``)
         config: a YAML file of settings, or the name of a file that comes with this package
@@ -136,19 +138,47 @@ def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
             raise ConfigError(
                 f"records: got a mapping from {names} to data sets, wanted a single data set"
             )
+        _check_set_names(data, part)
         return [
             path for name, named in data.items() for path in _list_files(named, folder, part, name)
         ]
     return _list_files(data, folder, part, _RECORDS)
 
 
-def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
+def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
+    """Raise ConfigError if a set's metrics would have the name of its file instead of its own."""
+    from nemo_aligner.data.hub import local_files
+    from nemo_aligner.data.training_data import name_sets
+
+    named_paths = [
+        (name, path)
+        for name, data in sets.items()
+        for path in _list_given_paths(data) or [f"{name}.jsonl"]
+    ]
+    files = _run_on_first_rank(partial(local_files, [path for _, path in named_paths]))
+    for (name, path), used_name in zip(named_paths, name_sets(part, files), strict=True):
+        if used_name != f"{part}-{name}":
+            raise ConfigError(
+                f"{part}: got the name {name!r}, but the metrics of {path} would be named "
+                f"{used_name}/..., because a set is named after its file, up to the first dot. "
+                "Use the name of the file, or pass files without names, as a list"
+            )
+
+
+def _list_given_paths(data: Any) -> list[str]:
+    """Return the paths in ``data``; empty if it has records instead."""
     if isinstance(data, str | PathLike):
         return [os.fspath(data)]
+    if isinstance(data, list | tuple) and data and isinstance(data[0], str | PathLike):
+        return [os.fspath(path) for path in data]
+    return []
+
+
+def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
+    if paths := _list_given_paths(data):
+        return paths
     is_data_frame = hasattr(data, "columns") and hasattr(data, "to_dict")
     rows = data.to_dict(orient="records") if is_data_frame else data
-    if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str | PathLike):
-        return [os.fspath(path) for path in rows]
     path = folder / DATA_NAME / part / f"{name}.jsonl"
     # A run with checkpoints can only be resumed with the same training records, so do not replace
     # their file.
@@ -159,18 +189,18 @@ def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
     return [str(path)]
 
 
-def _run_on_first_rank(write: Callable[[], int]) -> int:
-    """Run ``write`` on rank 0, and return its result on all ranks.
+def _run_on_first_rank(function: Callable[[], _Result]) -> _Result:
+    """Run ``function`` on rank 0, and return its result on all ranks.
 
     The process group of the run does not exist yet, so a temporary one is created.
     """
     if find_process(os.environ).world_size == 1:
-        return write()
+        return function()
     from nemo_aligner.distributed.collectives import on_main
     from nemo_aligner.distributed.launch import launch
 
     with launch():
-        return on_main(write)
+        return on_main(function)
 
 
 def _check_finished(outcome: Outcome) -> None:

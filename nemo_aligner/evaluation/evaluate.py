@@ -35,6 +35,7 @@ from nemo_aligner.data.clean import (
     EncodedRecord,
     MalformedRule,
     check_malformed,
+    describe_step_counts,
     encode_record,
     keep_usable,
     list_malformed,
@@ -56,7 +57,6 @@ from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RIGHT_FROM, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
-from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import (
     BY_PRINCIPLE,
     BY_SOURCE,
@@ -65,7 +65,6 @@ from nemo_aligner.metrics.table import (
     all_metrics,
     by_position,
     find_metric,
-    measure_spreads,
 )
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, short
@@ -213,12 +212,17 @@ def evaluate_ratings(
         scored: the rewards of all their samples, in order, none of them rejected.
 
     Raises:
-        DataError: a reward is not finite, or there is no rating.
+        DataError: a reward is not finite, there is no rating, or a rating has labels of steps.
     """
     _check_finite(scored.rewards, ratings)
     attributes, spreads = source.attributes, scored.spread
     rewards = scored.rewards.astype(np.float32)
     labels = label_columns(ratings, attributes).values
+    if len(labels) != len(ratings):
+        raise DataError(
+            f"got {len(labels)} rows of labels for {len(ratings)} ratings, wanted one for each: "
+            "labels of turns or steps cannot be compared with one reward for each sample"
+        )
     rows = [
         Prediction.of_rating(
             record=str(record.origin),
@@ -230,12 +234,7 @@ def evaluate_ratings(
         )
         for row, record in enumerate(ratings)
     ]
-    metrics = _compute_metrics(source, rewards, ratings)
-    if spreads is not None:
-        rated = RatedRewards.of(
-            torch.from_numpy(rewards), labels, attributes, spreads=torch.from_numpy(spreads)
-        )
-        metrics |= measure_spreads(rated)
+    metrics = _compute_metrics(source, rewards, ratings, spreads)
     counts = {"read": len(ratings), "kept": len(ratings)}
     return EvalResult(Predictions(rows, attributes), metrics, counts)
 
@@ -270,6 +269,7 @@ def _evaluate_steps(
         Records.of(range(len(ratings)), [1] * len(ratings), columns, reward_counts=sizes),
         torch.tensor(lengths),
         [record.source for record in ratings],
+        [record_principle(record) for record in ratings],
     )
     rows = [
         Prediction.of_rating(
@@ -333,11 +333,15 @@ def _collect_last_labels(record: Rating, steps: int, columns: int) -> list[list[
 
 
 def _compute_metrics(
-    source: RewardSource, rewards: np.ndarray, records: Sequence[Comparison] | Sequence[Rating]
+    source: RewardSource,
+    rewards: np.ndarray,
+    records: Sequence[Comparison] | Sequence[Rating],
+    spreads: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of the trainer's validation from one reward per sample.
 
-    ``rewards [N, A]`` are those of all samples of ``records``, in order.
+    ``rewards [N, A]`` are those of all samples of ``records``, in order, and ``spreads [N, A]``
+    their uncertainties; None if the model reports none.
     """
     is_rated = isinstance(records[0], Rating)
     kind = RecordKind.rating if is_rated else RecordKind.comparison
@@ -349,6 +353,7 @@ def _compute_metrics(
         torch.tensor(response_lengths(source.scorer, _list_samples(records)), dtype=torch.int64),
         [record.source for record in records],
         [record_principle(record) for record in records],
+        None if spreads is None else torch.from_numpy(spreads),
     )
 
 
@@ -377,7 +382,8 @@ def evaluate_file(
         DataError: the file cannot be read or has the wrong kind of records, more of them are
             malformed than ``reader.rule`` allows, or none can be used.
         ConfigError: the file has ratings, but the source has a custom rule for turns or steps
-            (``aggregate``), which applies to pairs only.
+            (``aggregate``), which applies to pairs only; or it has labels of steps, but the server
+            shapes the rewards of whole replies.
     """
     reader = replace(
         reader,
@@ -401,8 +407,12 @@ def evaluate_file(
     if file.kind is not RecordKind.rating:
         result = evaluate_comparisons(source, file.records, scored)
     elif scored.steps is None:
+        _check_no_step_labels(file, source)
         result = evaluate_ratings(source, file.records, scored)
     else:
+        if source.encoder is None:
+            file, scored = _drop_misfitting(file, scored, reader.rule)
+        assert scored.steps is not None
         result = _evaluate_steps(source, file.records, scored.steps.tolist())
     return replace(result, counts=file.counts, malformed=file.malformed)
 
@@ -434,8 +444,7 @@ def _check_steps(file: RecordFile, source: RewardSource) -> None:
         DataError: the file has labels of steps, but the model scores no steps.
         ConfigError: the file has ratings, but a custom ``aggregate`` is set.
     """
-    has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
-    if has_labels and not source.has_steps:
+    if _has_step_labels(file) and not source.has_steps:
         raise DataError(
             f"{file.path}: its records have labels of turns or steps, but this model gives one "
             "reward for each sample. Evaluate a model that was trained with model.head.reads=turns "
@@ -447,6 +456,21 @@ def _check_steps(file: RecordFile, source: RewardSource) -> None:
             "compared with the reward of each turn or step. Leave it out, or evaluate pairs or a "
             "benchmark of whole replies."
         )
+
+
+def _check_no_step_labels(file: RecordFile, source: RewardSource) -> None:
+    """Raise ConfigError if a file has labels of steps, whose rewards the server did not return."""
+    if _has_step_labels(file):
+        raise ConfigError(
+            f"{file.path}: its records have labels of turns or steps, but {source.name} returned "
+            "no rewards of these, as a server that shapes the rewards of whole replies "
+            "(shaping.length_penalty, shaping.standardize=running). Evaluate the model itself "
+            "(rm_model_file), or a server without this shaping."
+        )
+
+
+def _has_step_labels(file: RecordFile) -> bool:
+    return any(isinstance(record, Rating) and record.steps for record in file.records)
 
 
 def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, ScoredRows]:
@@ -464,6 +488,35 @@ def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, Scor
     records = list(compress(file.records, is_scored))
     counts = {**file.counts, "refused": is_scored.count(False)}
     return _replace_records(file, records, counts), scored.take(rows)
+
+
+def _drop_misfitting(
+    file: RecordFile, scored: ScoredRows, rule: MalformedRule
+) -> tuple[RecordFile, ScoredRows]:
+    """Drop ratings with labels of other steps than a server scored, and count them as malformed.
+
+    Of a sample that the server truncated, only the last steps have rewards.
+
+    Raises:
+        DataError: more records are malformed than ``rule`` allows, or none is left.
+    """
+    assert scored.steps is not None
+    kept_rows, malformed = [], list(file.malformed)
+    for row, (record, steps) in enumerate(zip(file.records, scored.steps, strict=True)):
+        num_scored = len(steps.rewards)
+        num_labelled = num_scored if record.steps is None else len(record.steps)
+        if num_scored == num_labelled or (scored.exceeded[row] and num_scored < num_labelled):
+            kept_rows.append(row)
+        else:
+            reason = describe_step_counts(num_labelled, num_scored)
+            malformed.append(MalformedRecord(record.origin, reason))
+    misfits = len(file.records) - len(kept_rows)
+    counts = {**file.counts, "malformed": file.counts.get("malformed", 0) + misfits}
+    malformed.sort(key=lambda record: record.origin.line)
+    file = replace(file, counts=counts, malformed=malformed)
+    check_malformed([file], rule)
+    records = [file.records[row] for row in kept_rows]
+    return _replace_records(file, records, counts), scored.take(kept_rows)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:

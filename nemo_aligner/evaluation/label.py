@@ -149,7 +149,7 @@ def _read_rows(file: RecordFile, reading: ReaderConfig) -> list[list[dict[str, A
         previous, place = record.origin, places[record.origin.line]
         # A row of a table may hold dates or bytes, which JSON does not have; ``raw`` is without.
         rows.append([json.loads(line.raw) for line in file.lines[place : place + size]])
-        if CHOSEN_PROBABILITY in rows[-1][0]:
+        if rows[-1][0].get(CHOSEN_PROBABILITY) is not None:
             raise DataError(
                 f"{record.origin}: it has a {CHOSEN_PROBABILITY!r}, and a record cannot have two "
                 "soft labels. Remove the field"
@@ -426,12 +426,19 @@ def order_by_teacher(row: dict[str, Any], fmt: str, keys: PairKeys) -> tuple[dic
         return {**row, "completions": items}, row["completions"] != items
     if rewards[0] >= rewards[1]:
         return row, False
-    exchanged = {
-        key: row.get(_other_side(key, keys), value)
-        for key, value in row.items()
+    exchanged = _exchange_sides(row, keys)
+    if isinstance(metadata := row.get("metadata"), dict):
+        exchanged["metadata"] = _exchange_sides(metadata, keys)
+    return {**exchanged, TEACHER_REWARDS: rewards[::-1]}, True
+
+
+def _exchange_sides(fields: dict[str, Any], keys: PairKeys) -> dict[str, Any]:
+    """Exchange the fields of the chosen and the rejected reply, and remove their margins."""
+    return {
+        key: fields.get(_other_side(key, keys), value)
+        for key, value in fields.items()
         if key not in _MARGINS
     }
-    return {**exchanged, TEACHER_REWARDS: rewards[::-1]}, True
 
 
 def _other_side(key: str, keys: PairKeys) -> str:

@@ -159,6 +159,14 @@ class Predictions:
         """True if the rows are rated replies, which have labels but no verdicts."""
         return bool(self.attributes)
 
+    @property
+    def has_sides(self) -> bool:
+        """True if every row has right and wrong replies, so that it has a margin.
+
+        It is False for rated replies, and for benchmarks such as best of n.
+        """
+        return all(0 < row.item.num_right < len(row.rewards) for row in self.rows)
+
     @cached_property
     def rewards(self) -> np.ndarray:
         """Rewards as float64.
@@ -297,12 +305,20 @@ def read_predictions(path: Path) -> Predictions:
 
 
 def read_pairs(path: Path) -> Predictions:
-    """Read an ``output_rewards`` file of pairs or benchmark items, which have verdicts.
+    """Read an ``output_rewards`` file of pairs or benchmark items with right and wrong replies.
 
     Raises:
-        DataError: the file cannot be read, holds rated replies, or evaluate did not write it.
+        DataError: the file cannot be read, holds rated replies or items without right or wrong
+            replies, or evaluate did not write it.
     """
-    return _parse_pairs(path, _read_output(path))
+    predictions = _parse_pairs(path, _read_output(path))
+    if not predictions.has_sides:
+        raise DataError(
+            f"{path}: got items of a benchmark without right and wrong replies, such as best_of_n "
+            "or processbench, which have no margins to compare. Draw the two evaluations into one "
+            "page with `nemo-aligner report`"
+        )
+    return predictions
 
 
 def _read_output(path: Path) -> list[AnyLine]:
@@ -356,12 +372,10 @@ def _is_rated(value: Mapping[str, Any]) -> bool:
 def _parse_pair(value: Mapping[str, Any]) -> Prediction:
     names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
     right, wrong = (_get_numbers(value, "rewards", name) for name in names)
-    if not right.size or not wrong.size:
-        raise DataError("the item has no right reply or no wrong one; wanted at least one of each")
-    if not np.isfinite(right[right.argmin()] - wrong[wrong.argmax()]):
+    rewards = np.concatenate([right, wrong])
+    if not rewards.size or not np.isfinite(np.ptp(rewards)):
         raise DataError(f"rewards: got {value['rewards']!r:.60}, wanted only finite numbers")
     record, source = str(value.get("record", "")), str(value.get("source", ""))
-    rewards = np.concatenate([right, wrong])
     sides = [_get_field(value, "texts", name) for name in names]
     if names is PAIR_COLUMNS:
         texts = _parse_sample(sides[0]), _parse_sample(sides[1])
@@ -371,7 +385,9 @@ def _parse_pair(value: Mapping[str, Any]) -> Prediction:
             raise DataError(f"texts.{name}: got {side!r:.60}, wanted a list of samples")
     samples = tuple(_parse_sample(sample) for side in sides for sample in side)
     item = Item(str(value.get("id", "")), source, samples, len(right))
-    return Prediction(item, rewards, _parse_credit(value["right"]), record)
+    # Without both sides, ``right`` may be another figure, such as the score of the best of n.
+    credit = _parse_credit(value["right"]) if right.size and wrong.size else nan
+    return Prediction(item, rewards, credit, record)
 
 
 def _parse_credit(value: Any) -> float:

@@ -216,7 +216,7 @@ def _measure(
     path = once_per_node(lambda: local_file(name))
     if config.swapped:
         description["data"] += ", chosen and rejected swapped"
-    source = source.with_aggregate(config.aggregate)
+    source = source.with_aggregate(config.aggregate).for_format(config.data.format)
     if source.aggregate is not None:
         description["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
@@ -266,12 +266,10 @@ def report_evaluation(
         facts = _collect_facts(description, result.counts, contract)
         predictions = {name: result.predictions}
         return RunReport(name, "evaluation", {}, predictions, result.metrics, facts=facts)
-    rows = result.predictions.rows
-    has_sides = all(0 < row.item.num_right < len(row.rewards) for row in rows)
     return RunReport(
         name=name,
         kind=f"benchmark {result.task}",
-        predictions={name: result.predictions} if has_sides else {},
+        predictions={name: result.predictions} if result.predictions.has_sides else {},
         rows=result.rows,
         facts=_collect_facts(description, result.left_out, contract),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.contract import OverlongError
+from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text, messages_of
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.scorer import SampleEncoder
@@ -24,10 +24,18 @@ from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow, read_items
-from nemo_aligner.utils.console import fit_row
+from nemo_aligner.utils.console import fit_row, say
 from nemo_aligner.utils.errors import ConfigError, DataError, writable
 from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.writing import write_lines
+
+# Why an item is left out, by the error about its sample; for any other error, ``_REFUSED``.
+_REASONS: dict[type[DataError], str] = {
+    OverlongError: "too long",
+    TurnMarkError: "with turns of its own",
+    StepTextError: "with a blank step, or the separator in one",
+}
+_REFUSED = "refused by the chat template"
 
 
 @dataclass(frozen=True)
@@ -263,7 +271,10 @@ def _read_items(
     """Yield (line number, item) for every item that the model can take.
 
     The other items are counted in ``left_out`` by reason. ``encoder`` finds samples that are too
-    long; None for a server, which rejects them itself.
+    long or refused by the chat template; None for a server, which rejects them itself.
+
+    Raises:
+        DataError: a line is not a record of this benchmark, or there is no chat template.
     """
     for line in read_lines(path):
         parsed = _parse_line(task, line, path)
@@ -271,19 +282,26 @@ def _read_items(
             left_out["without a verdict"] += 1
         for raw_item in parsed:
             item = replace(raw_item, id=writable(raw_item.id), source=writable(raw_item.source))
-            try:
-                if encoder is not None:
-                    list(map(encoder.encode, item.texts))
-            except OverlongError:
-                left_out["too long"] += 1
-            except TurnMarkError:
-                left_out["with turns of its own"] += 1
-            except StepTextError:
-                left_out["with a blank step, or the separator in one"] += 1
-            except DataError as error:
-                raise DataError(f"{path}:{line.number}: {error}") from error
-            else:
+            error = None if encoder is None else _find_refusal(item, encoder)
+            if error is None:
                 yield line.number, item
+                continue
+            if isinstance(error, NoTemplateError):
+                raise DataError(f"{path}:{line.number}: {error}") from error
+            reason = _REASONS.get(type(error), _REFUSED)
+            if reason == _REFUSED and reason not in left_out:
+                say(f"{path}:{line.number}: left out (later ones are only counted): {error}")
+            left_out[reason] += 1
+
+
+def _find_refusal(item: Item, encoder: SampleEncoder) -> DataError | None:
+    """Return the error about the first sample that the model cannot take; None if it takes all."""
+    try:
+        for text in item.texts:
+            encoder.encode(text)
+    except DataError as error:
+        return error
+    return None
 
 
 def _parse_line(task: Task, line: Line | BadLine, path: str | Path) -> tuple[Item, ...]:

@@ -16,18 +16,17 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
+from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_model
 from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract, read_tokenizer
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import TRL_FORMAT, ScorerModelConfig, layout_sizes
-from nemo_aligner.contract.contract import OverlongError, ScoringContract
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import SCORE, one_reward
 from nemo_aligner.contract.scorer import SampleEncoder, ScoredRows, Scorer
-from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.client.pool import NoKServeError, NoServerError, RequestTimeoutError
@@ -118,6 +117,15 @@ class RewardSource:
             )
         return replace(self, aggregate=rule)
 
+    def for_format(self, name: str) -> RewardSource:
+        """Return the source that scores raw texts of a file in the format ``name``.
+
+        A model of transformers without a contract appends EOS to those of TRL's format only.
+        """
+        if not isinstance(self.scorer, HfRewardModel):
+            return self
+        return replace(self, scorer=replace(self.scorer, adds_eos=name == TRL_FORMAT))
+
     def rewards_of(self, scored: ScoredRows) -> np.ndarray:
         """Return one reward of each attribute per sample, ``[N, A]``.
 
@@ -153,7 +161,7 @@ class RewardSource:
         """
         try:
             return self.encoder is None or not self.encoder.encode(sample).truncated
-        except (OverlongError, TurnMarkError):
+        except DataError:
             return False
 
 
@@ -294,7 +302,6 @@ def _load_hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout
     watch = Counter("scoring", "samples").show
     batch_tokens, head = config.model.micro_batch_tokens, config.source.head
     model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
-    model = replace(model, adds_eos=config.data.format == TRL_FORMAT)
     weights = config.source.attribute_weights
     if model.contract is not None:
         pairs = zip(model.contract.attributes, model.contract.attribute_weights, strict=True)

@@ -27,6 +27,7 @@ from nemo_aligner.metrics.table import (
     by_source,
     measure_pairs,
     measure_ratings,
+    measure_spreads,
     measure_steps,
 )
 
@@ -476,6 +477,7 @@ def measure_set(
     reply_lengths: Tensor,
     sources: Sequence[str],
     principles: Sequence[str] = (),
+    spreads: Tensor | None = None,
 ) -> dict[str, float]:
     """Compute the loss and the report of a whole data set, of each source and each principle.
 
@@ -486,15 +488,23 @@ def measure_set(
         reply_lengths: ``[S]`` integers, in tokens.
         sources: source of every record; "" for a record that names none.
         principles: principle of every record, "" for a record without; empty if they are unknown.
+        spreads: ``[S, A]`` uncertainties of rewards that a model reported with them; None if it
+            reports none, or if ``rewards`` are outputs of the head, from which the objective
+            computes both.
     """
     objective = objective.for_measuring()
 
     def report(indices: Sequence[int]) -> dict[str, float]:
         rows, chosen = records.rows(indices), records.select(indices)
-        return {
+        metrics = {
             "loss": mean_loss(objective, rewards[rows], chosen),
             **objective.report(rewards[rows], chosen, reply_lengths[rows]),
         }
+        if spreads is None:
+            return metrics
+        names, labels = objective.attributes, chosen.labels.targets(objective.attributes)
+        rated = RatedRewards.of(rewards[rows], labels, names, spreads=spreads[rows])
+        return {**metrics, **measure_spreads(rated)}
 
     def report_source(indices: Sequence[int]) -> dict[str, float]:
         metrics = report(indices).items()

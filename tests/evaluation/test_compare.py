@@ -142,7 +142,8 @@ def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         '{"rewards": {"help": 1}, "texts": {"response": "a"}}': (
             "a.jsonl:1: got a rated reply, which has no verdict to compare. Write both"
         ),
-        '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "no right reply or no wrong one",
+        '{"right": 4.5, "rewards": {"right": [], "wrong": [1, 2]}, "texts": {"right": [], '
+        '"wrong": ["a", "b"]}}': "a.jsonl: got items of a benchmark without right and",
         '{"right": null, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": ["a"], '
         '"wrong": ["b"]}}': "right: got None, wanted a number from 0 to 1",
         '{"right": 1, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": null, '

@@ -22,8 +22,9 @@ from nemo_aligner.contract.contract import (
     ScoringContract,
 )
 from nemo_aligner.contract.from_settings import build_contract
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Conversation, Text, reply_of
 from nemo_aligner.contract.scorer import ScoredRows, Scorer, StepRewards
+from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MalformedRule
@@ -43,7 +44,7 @@ from nemo_aligner.losses.base import measure_set
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import build, rows_of, write
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
@@ -332,6 +333,79 @@ def test_evaluated_steps_have_the_lengths_that_training_counts(
     assert expected["length_only_pearson_mean"] > 0.3
 
 
+@dataclass
+class TwoSteps(FunctionScorer):
+    """A server whose model finds two steps in every sample, rewarded 1 and -1.
+
+    ``truncates`` says which samples lose the steps before these two.
+    """
+
+    truncates: str = "none"
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: str = "nan") -> ScoredRows:
+        scored = super().score_rows(samples)
+        exceeded = [self.truncates in reply_of(sample) for sample in samples]
+        return replace(scored, exceeded=np.array(exceeded))
+
+
+def two_steps(texts: Sequence[Text]) -> list[StepRewards]:
+    spans = StepSpan(1, 0, 1), StepSpan(1, 3, 4)
+    return [StepRewards(np.array([[1.0], [-1.0]], dtype=np.float32), spans) for _ in texts]
+
+
+def constant(texts: Sequence[Text]) -> np.ndarray:
+    return np.zeros((len(texts), 1), dtype=np.float32)
+
+
+def stepwise(steps: str, labels: Sequence[int], **columns: str) -> dict[str, object]:
+    return {"prompt": "x", "completions": list(steps), "labels": labels, **columns}
+
+
+def test_step_labels_that_a_server_finds_no_steps_for_are_malformed(tmp_path: Path) -> None:
+    """Only truncation explains missing steps, and then the last labels belong to the rewards."""
+    rows = [stepwise("ab", [1, 0]), stepwise("abc", [0, 1, 0]), stepwise("a", [1])]
+    path = write(tmp_path / "steps.jsonl", *rows)
+    source = RewardSource.of(TwoSteps(constant, two_steps, truncates="c"))
+    message = r"steps\.jsonl:3: got labels of 1 turns or steps, and the scoring contract finds 2"
+    with pytest.raises(DataError, match=message):
+        evaluate_file(source, path)
+    drop = ReaderConfig(rule=MalformedRule(Malformed.drop, max_fraction=0.4, section="data."))
+    result = evaluate_file(source, path, drop)
+    assert result.counts == {"read": 3, "malformed": 1, "kept": 2}
+    assert result.metrics["step_accuracy"] == 1.0
+    source = RewardSource.of(TwoSteps(constant, two_steps))
+    with pytest.raises(DataError, match=r"2 of its 3 records (.|\n)*:2: got labels of 3"):
+        evaluate_file(source, path, drop)
+
+
+def test_step_labels_need_the_rewards_of_steps_that_shaping_drops(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl", stepwise("ab", [1, 0]), stepwise("ab", [0, 0]))
+    shaped = FunctionScorer(constant, two_steps)
+    shaped.score_rows = lambda samples, **_: FunctionScorer(constant).score_rows(samples)
+    with pytest.raises(ConfigError, match=r"steps\.jsonl: .*shaping\.length_penalty.*rm_model"):
+        evaluate_file(RewardSource.of(shaped), path)
+    ratings = [Rating("ab", (), ORIGIN, steps=((1.0,), (0.0,)))]
+    with pytest.raises(DataError, match="got 2 rows of labels for 1 ratings"):
+        measured(evaluate_ratings, RewardSource.of(FunctionScorer(constant)), ratings)
+
+
+def test_evaluation_groups_by_principle_and_source_what_validation_groups(tmp_path: Path) -> None:
+    """Metrics of steps are by principle, too, and the uncertainty of ratings is by source."""
+    rows = [stepwise("ab", [1, 0], principle="Be brief."), stepwise("ab", [0, 0])]
+    path = write(tmp_path / "steps.jsonl", *rows)
+    metrics = evaluate_file(RewardSource.of(TwoSteps(constant, two_steps)), path).metrics
+    by_principle = [metrics[f"by_principle/{p}/step_accuracy"] for p in ("Be brief.", "none")]
+    assert by_principle == [1.0, 0.5]
+
+    ratings = [Rating("x", (n / 2,), ORIGIN, source="st"[n // 2]) for n in range(4)]
+    scored = FunctionScorer(constant).score_rows(["x"] * 4)
+    scored = replace(scored, spread=np.array([[1.0], [2], [3], [5]], dtype=np.float32))
+    metrics = evaluate_ratings(RewardSource.of(FunctionScorer(constant)), ratings, scored).metrics
+    spreads = [metrics[f"{group}spread/reward"] for group in ("", "by_source/s/", "by_source/t/")]
+    assert spreads == [2.75, 1.5, 4.0]
+    assert metrics["by_source/t/spread_error_correlation/reward"] == pytest.approx(1.0)
+
+
 def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     ratings = [Rating("a", (1.0,), ORIGIN), Rating("aa", (1.0,), ORIGIN)]
     report = measured(evaluate_ratings, RewardSource.of(CountingScorer()), ratings)
@@ -383,15 +457,21 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
     sent: list[str] = []
 
     def answer(address: object, bodies: Sequence[dict], watch: object) -> list[JsonAnswer]:
-        queries = [query for body in bodies for query in body["query"]]
-        sent.extend(queries)
-        return [JsonAnswer(200, {"rewards": [1.0] * len(body["query"])}) for body in bodies]
+        queries = [body.get("query", ()) for body in bodies]
+        sent.extend(query for row in queries for query in row)
+        data = [{"probs": [1.0]}]
+        return [JsonAnswer(200, {"rewards": [1.0] * len(row), "data": data}) for row in queries]
 
     monkeypatch.setattr(scorers, "post_all", answer)
     config = SourceConfig(tokenizer=str(tokenizer_folder))
     with open_server("http://localhost:1/get_reward", config) as source:
-        asked_for = [talk, [talk[0], {**talk[1], "content": "a"}], forged]
+        plain = [talk[0], {**talk[1], "content": "a"}]
+        asked_for = [talk, plain, forged, Conversation(plain, principle="Be brief.")]
         scored = source.scorer.score_rows(asked_for)
-    assert np.isnan(scored.rewards[:, 0]).tolist() == [True, False, False]
+    assert np.isnan(scored.rewards[:, 0]).tolist() == [True, False, False, True]
     assert "'<|im_end|>' at character 4" in scored.errors[0]
+    with open_server("http://localhost:1/classify", SourceConfig()) as source:
+        of_vllm = source.scorer.score_rows(asked_for)
+    assert np.isnan(of_vllm.rewards[:, 0]).tolist() == [False, False, False, True]
+    assert all("principle" in errors[3] for errors in (scored.errors, of_vllm.errors))
     assert sent == ["<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n", forged]

@@ -228,7 +228,7 @@ def test_ranks_that_share_the_work_write_the_same_file(folder: Path) -> None:
         str(folder / "pairs.jsonl"),
         f"--model={folder / 'seen.nemo'}",
         f"--output={folder / 'two_ranks.jsonl'}",
-        "--processes=2",
+        processes=2,
     )
     files = [folder / f"{name}.jsonl" for name in ("one_rank", "two_ranks")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -308,7 +308,16 @@ def test_pseudo_labels_exchange_the_replies() -> None:
         "score_rejected": 1,
         "teacher_rewards": [1.5, 0.5],
     }
-    assert order_by_teacher(row, "chat_pairs", PairKeys()) == (swapped, True)
+    scores = {"score_chosen": 1, "score_rejected": 2}
+    for given, exchanged in (
+        ({}, {}),
+        (
+            {"metadata": {**scores, "margin": -1, "id": 7}},
+            {"metadata": {"score_chosen": 2, "score_rejected": 1, "id": 7}},
+        ),
+    ):
+        ordered = order_by_teacher({**row, **given}, "chat_pairs", PairKeys())
+        assert ordered == ({**swapped, **exchanged}, True)
     named = {"q": "p", "good": "a", "bad": "b", "teacher_rewards": [0, 1]}
     keys = PairKeys("q", "good", "bad")
     assert order_by_teacher(named, "chat_pairs", keys)[0]["good"] == "b"
@@ -354,6 +363,12 @@ def test_what_cannot_be_labelled_is_rejected(
     output = () if "--output=bad.jsonl" in options else ("--output=out.jsonl",)
     assert main(["data", "label", "bad.jsonl", "--model=no.nemo", *output, *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_null_in_place_of_a_soft_label_is_none(tmp_path: Path) -> None:
+    row = {**PAIR, "chosen_probability": None}
+    file = read_records(write(tmp_path / "a.jsonl", row), ReaderConfig(), with_lines=True)
+    assert label._read_rows(file, ReaderConfig()) == [[row]]
 
 
 def test_file_that_changes_while_it_is_read_is_rejected(

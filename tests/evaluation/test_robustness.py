@@ -56,10 +56,16 @@ def pairs_of(score: Score, *replies: tuple[str, str]) -> Predictions:
     return Predictions([Prediction.of_pair("x:1", "", pair, score(pair)) for pair in texts])
 
 
-def check(score: Score, pairs: Predictions, count: int = 100, longest: int = 10_000) -> Robustness:
+def check(
+    score: Score,
+    pairs: Predictions,
+    count: int = 100,
+    longest: int = 10_000,
+    error: type[DataError] = OverlongError,
+) -> Robustness:
     def encode(text: Text) -> None:
         if len(reply_of(text)) > longest:
-            raise OverlongError("too long")
+            raise error("refused")
 
     source = source_of(lambda texts: score(texts)[:, None], encoding=encode)
     return check_robustness(pairs, source, count)
@@ -112,9 +118,13 @@ def test_robustness_of_a_taste_for_length() -> None:
     assert [row_of(tied, "flattery", side).turned for side in (BOTH, REJECTED)] == [0, 1]
 
 
-def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> None:
+@pytest.mark.parametrize("error", [OverlongError, DataError])
+def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long(
+    error: type[DataError],
+) -> None:
+    """A changed reply that the chat template refuses, a DataError, counts as too long."""
     pairs = pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong"))
-    robustness = check(by_length, pairs, longest=60)
+    robustness = check(by_length, pairs, longest=60, error=error)
     stripped = row_of(robustness, "markdown_stripped", BOTH)
     assert (stripped.pairs, stripped.unchanged, stripped.too_long) == (1, 1, 0)
     assert stripped.shift == -3

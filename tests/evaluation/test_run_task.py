@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.contract.contract import OverlongError
+from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, reply_of
 from nemo_aligner.contract.scorer import StepRewards
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
@@ -113,8 +113,12 @@ def test_samples_of_every_task_have_the_prompt_columns(tmp_path: Path) -> None:
             assert f"other.jsonl:1: {key}: got {{'a': 1}}" in error, name
 
 
-def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
+def test_texts_too_long_or_refused_and_ties_of_people_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def encode(text: Text) -> None:
+        if reply_of(text) == "<t>":
+            raise DataError("the chat template refuses it")
         if len(reply_of(text)) > 3:
             raise OverlongError("too long", 4)
 
@@ -123,12 +127,22 @@ def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
         task.sample,
         {**task.sample, "response 1": "four"},
         {**task.sample, "label": 2},
+        {**task.sample, "response 2": "<t>"},
     ]
     report = run_task(
         task, write(tmp_path / "b.jsonl", records), source_of(by_length, encoding=encode)
     )
-    assert report.left_out == {"too long": 1, "without a verdict": 1}
+    refused = "refused by the chat template"
+    assert report.left_out == {"too long": 1, "without a verdict": 1, refused: 1}
     assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in report.render({})
+    assert "b.jsonl:4: left out (later ones are only counted): the chat" in capsys.readouterr().out
+
+    def encode_without_template(text: Text) -> None:
+        raise NoTemplateError("there is no chat template")
+
+    source = source_of(by_length, encoding=encode_without_template)
+    with pytest.raises(DataError, match=r"b\.jsonl:1: there is no chat template"):
+        run_task(task, tmp_path / "b.jsonl", source)
 
 
 def test_reward_that_is_not_finite_is_an_error_by_line(tmp_path: Path) -> None:

@@ -313,6 +313,9 @@ def test_settings_are_checked_as_the_verbs(trained: Trained, tmp_path: Path) -> 
         ({"exp_manager.explicit_log_dir": "x"}, "exp_manager.explicit_log_dir: got it twice"),
         ({"model.data.data_prefix.train": "x"}, "model.data.data_prefix.train: got it twice"),
         ({"records": {"a": []}}, "records: got a mapping from a to data sets, wanted"),
+        ({"validation": {"chat": "x/a.b.jsonl"}}, "x/a.b.jsonl would be named validation-a/..."),
+        ({"test": {"a": "a.jsonl", "b": ["b.jsonl", "c.jsonl"]}}, "c.jsonl would be named test-c/"),
+        ({"test": {"v1.0": trained.pairs}}, "test: got the name 'v1.0', but the metrics of v"),
         ({"records": None}, "model.data.data_prefix.train: it is not set"),
         ({"config": "train_reward_modle"}, "did you mean train_reward_model, which the package"),
     ]

@@ -73,10 +73,11 @@ def read_report(path: Path) -> RunReport:
     """Read a run's folder, or the files of an evaluation.
 
     The files of ``output`` (``NAME.json``) and ``output_rewards`` (``NAME.jsonl``) belong together
-    if they are in the same folder and have the same ``NAME``; naming one of them reads both.
+    if they are in the same folder and have the same ``NAME``; naming one of them reads both. The
+    predictions of a benchmark without right and wrong replies, such as best of n, are left out.
 
     Raises:
-        DataError: ``path`` does not exist, or is neither.
+        DataError: ``path`` does not exist, is neither, or has only such predictions.
     """
     if path.is_dir():
         return _read_run(path)
@@ -92,7 +93,15 @@ def read_report(path: Path) -> RunReport:
     if results_path.is_file():
         report = _read_results(results_path)
     if rewards_path.is_file():
-        report = replace(report, predictions={name: read_predictions(rewards_path)})
+        predictions = read_predictions(rewards_path)
+        if predictions.is_rated or predictions.has_sides:
+            report = replace(report, predictions={name: predictions})
+        elif not results_path.is_file():
+            raise DataError(
+                f"{rewards_path}: got only items without right and wrong replies, of which a "
+                f"report has the benchmark's figures. Set output={results_path} in the evaluation, "
+                "too"
+            )
     return report
 
 

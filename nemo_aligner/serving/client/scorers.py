@@ -18,12 +18,12 @@ from nemo_aligner.contract.principles import refuse_principle
 from nemo_aligner.contract.scorer import OnError, ScoredRows
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.contract.turns import TurnMarkError, write_conversation
+from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.utils.console import Counter
-from nemo_aligner.utils.errors import ConfigError, ServingError, short
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, short
 
 _log = logging.getLogger(__name__)
 _QUERIES = 16  # maximum number of samples per request to ``/get_reward``
@@ -84,11 +84,16 @@ class VllmScorer:
             ServingError: the server does not answer, or an answer does not have one number per
                 attribute.
         """
-        bodies = [_vllm_body(sample) for sample in samples]
-        answers = post_all(self.address, bodies, Counter("scoring", "samples").show)
+        bodies: dict[int, dict[str, Any]] = {}
+        errors: dict[int, str] = {}
+        for row, sample in enumerate(samples):
+            try:
+                bodies[row] = _vllm_body(sample)
+            except DataError as error:
+                errors[row] = str(error)
+        answers = post_all(self.address, [*bodies.values()], Counter("scoring", "samples").show)
         rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
-        errors = {}
-        for row, answer in enumerate(answers):
+        for row, answer in zip(bodies, answers, strict=True):
             if _rejects_sample(answer):
                 errors[row] = str(_build_error(self.address, answer))
             else:
@@ -151,7 +156,7 @@ class QueryScorer:
         for row, sample in enumerate(samples):
             try:
                 queries[row] = self._write(sample)
-            except TurnMarkError as error:
+            except DataError as error:
                 errors[row] = str(error)
         rewards = np.full((len(samples), 1), np.nan, dtype=np.float32)
         self._send_queries(queries, rewards, errors, _QUERIES)

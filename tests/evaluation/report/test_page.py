@@ -25,7 +25,7 @@ from nemo_aligner.evaluation.report.page import (
     render_page,
     write_page,
 )
-from nemo_aligner.evaluation.report.run_report import RunReport
+from nemo_aligner.evaluation.report.run_report import RunReport, read_report
 from nemo_aligner.evaluation.robustness import check_robustness, robustness_json
 from nemo_aligner.evaluation.run import report_evaluation
 from nemo_aligner.evaluation.run_task import run_task
@@ -445,6 +445,13 @@ def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
     assert "of 3 pairs" in page
     page += render_page([best])
     assert "Calibration (no pairs)" in page
+    path = tmp_path / "best.jsonl"
+    tasks[1].predictions.write(path)
+    error = refusal(DataError, write_page, [path], tmp_path / "p.html")
+    assert "best.jsonl: got only items without right and wrong replies" in error
+    tasks[1].write(path.with_suffix(".json"), ABOUT)
+    read = read_report(path)
+    assert (read.predictions, read.rows) == ({}, best.rows)
     for report in tasks:
         assert f"benchmark {report.task}" in page
         assert re.search(rf'<td class="short"[^>]*>{report.rows[-1].value:#.4g}</td>', page)
