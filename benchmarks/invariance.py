@@ -67,7 +67,7 @@ def main() -> None:
 def _take_no_other_rows() -> None:
     from nemo_aligner.cpu import matmuls
 
-    matmuls.Trials.has_same_bits = lambda self, size, rows: size == rows
+    matmuls.Trials.has_same_bits = lambda self, size, rows: size == rows  # type: ignore[method-assign]
 
 
 # For each setting: the numbers of rows that a matmul may have, which a trial on this GPU has found
