@@ -52,7 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # in 300,000, and they moved rewards by up to 7e-5. With this epsilon an update is also nearly
 # proportional to a small gradient, so weights show a gradient that is wrong by a factor.
 EPSILON = 1e-3
-IN_BF16 = ("TP=2+SP", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
+IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
 MIXTURES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe",
