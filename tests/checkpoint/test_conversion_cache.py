@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ from nemo_aligner.cli.main import main
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.cache import VARIABLE
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from nemo_aligner.utils.processes import verb_command
 from tests.checkpoint.hf.families.test_outside import write_reward_model as write_toy_llama
 from tests.checkpoint.hf.gguf_writing import write_gguf
 from tests.data.files import rows_of
 from tests.data.hubs import FakeHub
 from tests.harness import families as tiny_families
 from tests.harness import tiny
+from tests.harness.launching import start_script
 from tests.serving.servers import running
 
 TEXTS = [tiny.chat("what is the river", "thank you"), "a raw text"]
@@ -122,39 +121,34 @@ def test_base_model_gives_no_rewards(models: Path) -> None:
 
 
 def test_processes_that_start_at_once_make_one_archive(models: Path, tmp_path: Path) -> None:
-    rates = verb_command(
-        "evaluate", f"rm_model_file={models / 'rm'}", f"data.path={models}/pairs.jsonl"
-    )
-    started = [
-        subprocess.Popen(
-            rates,
-            env=tiny.environment(**{VARIABLE: str(tmp_path)}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    shown = [process.communicate(timeout=200)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], shown
-    assert "".join(shown).count("converting it to an archive") == 1
+    evaluation = [
+        str(tiny.ROOT / "nemo_aligner/__main__.py"), "evaluate",
+        f"rm_model_file={models / 'rm'}", f"data.path={models}/pairs.jsonl",
+    ]  # fmt: skip
+    output, variables = tmp_path / "output", tiny.environment(**{VARIABLE: str(tmp_path)})
+    started = start_script(evaluation, variables, [{}, {}], output)
+    assert [process.wait(timeout=200) for process in started] == [0, 0], output.read_text()
+    assert output.read_text().count("converting it to an archive") == 1
     assert len(list((tmp_path / "models").iterdir())) == 1
 
 
 def test_ranks_of_a_run_share_one_archive(models: Path, tmp_path: Path) -> None:
-    settings = (f"rm_model_file={models / 'rm'}", f"data.path={models}/pairs.jsonl")
-    rewards = {}
-    for ranks in (1, 2):
-        output = tmp_path / f"{ranks}.jsonl"
-        done = tiny.run_verb(
-            "evaluate", *settings, f"output_rewards={output}",
-            f"model.tensor_model_parallel_size={ranks}",
-            processes=ranks, env={VARIABLE: str(tmp_path / str(ranks))},
-        )  # fmt: skip
-        assert done.stdout.count("converting it to an archive") == 1
-        assert len(list((tmp_path / str(ranks) / "models").iterdir())) == 1
-        rewards[ranks] = [row["rewards"]["chosen"] for row in rows_of(output)]
-    np.testing.assert_allclose(rewards[2], rewards[1], atol=1e-5)
+    output = tmp_path / "rewards.jsonl"
+    done = tiny.run_verb(
+        "evaluate",
+        f"rm_model_file={models / 'rm'}",
+        f"data.path={models}/pairs.jsonl",
+        f"output_rewards={output}",
+        "model.tensor_model_parallel_size=2",
+        processes=2,
+        env={VARIABLE: str(tmp_path)},
+    )
+    assert done.stdout.count("converting it to an archive") == 1
+    assert len(list((tmp_path / "models").iterdir())) == 1
+    rewards = [row["rewards"]["chosen"] for row in rows_of(output)]
+    of_one_rank = evaluate(models / "rm.nemo", models / "pairs.jsonl")
+    expected = [row["rewards"]["chosen"] for row in of_one_rank]
+    np.testing.assert_allclose(rewards, expected, atol=1e-5)
 
 
 def test_changed_model_is_converted_again(models: Path, cache: Path, tmp_path: Path) -> None:

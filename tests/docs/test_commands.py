@@ -91,6 +91,7 @@ COLUMNS = 100  # from the log of a training
 # The base model has four layers; the pages describe SmolLM2, which has thirty.
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
+RECOMPUTED = "model.activations_checkpoint_num_layers=2"  # long_dialogues_8b.yaml has 7
 FEW_PAIRS = {"data demo": "200"}  # a later argument overrides the page's
 MODULE = re.compile(r"# (\w+\.py)\n")
 LAUNCHED = re.compile(r"torchrun --standalone --nproc-per-node (\d) (\w+\.py)")
@@ -254,7 +255,8 @@ class Page:
             added = [setting for setting in added if "validation" not in setting]
         short = SHORT if "training_rm.yaml" in named else []
         frozen = [FROZEN] if FREEZE in named or "train_reward_model_cpu" in named else []
-        return [*arguments, *added, *short, *frozen, *RUN]
+        recomputed = [RECOMPUTED] if "long_dialogues_8b" in named else []
+        return [*arguments, *added, *short, *frozen, *recomputed, *RUN]
 
     def _serve(self, verb: str, arguments: list[str]) -> None:
         prefix = "gateway" if verb == "gateway" else "server"
