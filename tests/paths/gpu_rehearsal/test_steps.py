@@ -33,7 +33,6 @@ def steps(
 
 
 LAYOUTS = {
-    "tp2": steps({"tp": 2}),
     "tp2+sp+dp2": steps({"tp": 2, "dp": 2, "sequence_parallel": True}),
     "pp2": steps({"pp": 2}),
     "cp2": steps({"cp": 2}, prefix=64),
@@ -110,7 +109,6 @@ ADAPTERS = {
     for base, tp, recompute in (
         (None, 2, "none"),
         ("nf4", 1, "none"),
-        ("nf4", 2, "none"),
         ("nf4", 1, "full"),
         ("int8", 1, "none"),
         ("fp8", 2, "none"),
@@ -122,7 +120,6 @@ OFFLOADS = {
     "offload, full": steps(shape=SIX_LAYERS, offload=True, recompute="full"),
     "offload, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, SIX_LAYERS, offload=True),
     "offload, pp2": steps({"pp": 2}, SIX_LAYERS, offload=True),
-    "offload, cp2": steps({"cp": 2}, SIX_LAYERS, prefix=64, offload=True),
 }
 UNHEEDED = {
     name: steps(shape=SIX_LAYERS, offload=True, unheeded=[name])
@@ -196,7 +193,8 @@ def with_engine(rehearse: Rehearse) -> dict[str, Seen]:
 
 @pytest.fixture(scope="module")
 def with_apex(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, "tp2+sp+dp2": steps({"tp": 2, "sequence_parallel": True})}
+    """It accumulates weight gradients in other kernels, also between stages."""
+    tasks = {"tp2+sp": steps({"tp": 2, "sequence_parallel": True}), "pp2": LAYOUTS["pp2"]}
     return seen_of(rehearse, "engine and apex", tasks, "te", "apex")
 
 
@@ -222,7 +220,7 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
             problems = differences(seen["collectives"])
             for rank in seen["ranks"]:
                 problems += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
-            if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
+            if not any(rank.values() for rank in seen["collectives"]) and len(seen["ranks"]) > 1:
                 problems.append("nothing was sent")
             wrong[stubs, name] = problems
     assert not any(wrong.values()), {name: problems for name, problems in wrong.items() if problems}
