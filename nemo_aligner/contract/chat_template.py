@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from nemo_aligner.contract.tokenizer import Tokenizer
 
+# Size of the caches that each sample needs: more than the models of one server, which may all have
+# templates of their own. Analysing a template takes much longer than rendering a sample.
+CACHED_TEMPLATES = 256
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -154,7 +158,7 @@ def _parse_kwargs(kwargs: str) -> dict[str, Any]:
     return json.loads(kwargs) if kwargs else {}
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=CACHED_TEMPLATES)
 def _names_in(source: str) -> frozenset[str]:
     from jinja2 import nodes
 
@@ -188,7 +192,7 @@ def _parse(source: str) -> Any:
         raise DataError(f"the chat template cannot render this conversation: {reason}") from error
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=CACHED_TEMPLATES)
 def _compile(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 

@@ -23,7 +23,7 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.contract.chat_template import ChatTemplate
+from nemo_aligner.contract.chat_template import CACHED_TEMPLATES, ChatTemplate
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
@@ -546,9 +546,9 @@ def _make_dialogue(role: str, content: Any) -> Messages:
     return [turn, question, answer]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=CACHED_TEMPLATES)
 def template_reading(template: ChatTemplate, origin: str = "") -> TemplateReading:
-    """Return the ``TemplateReading`` of a template; the last eight are cached.
+    """Return the ``TemplateReading`` of a template (cached).
 
     Raises:
         DataError: the template is invalid.

@@ -23,6 +23,9 @@ from nemo_aligner.utils.errors import DataError, short, shown
 if TYPE_CHECKING:
     import tokenizers
 
+    from nemo_aligner.contract.chat_template import ChatTemplate
+    from nemo_aligner.contract.turns import TurnMarks
+
 
 _JSON = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -39,6 +42,9 @@ class Tokenizer:
     Args:
         files: content of each file by its name, at least ``tokenizer.json``.
         location: name of the folder in error messages.
+
+    Attributes:
+        turn_marks: cache of ``contract.turns.turn_marks``, which ends with the tokenizer.
     """
 
     def __init__(self, files: dict[str, bytes], location: str = "tokenizer") -> None:
@@ -46,6 +52,7 @@ class Tokenizer:
 
         self._files = files
         self._location = location
+        self.turn_marks: dict[ChatTemplate, TurnMarks] = {}
         try:
             self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
         except Exception as error:  # the library raises bare Exception

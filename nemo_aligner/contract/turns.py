@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -259,14 +258,16 @@ def _is_mark(text: str, is_special: bool) -> bool:
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
 
 
-@lru_cache(maxsize=4)
 def turn_marks(template: ChatTemplate, tokenizer: Tokenizer) -> TurnMarks:
-    """Return the marks of a template (cached).
+    """Return the marks of a template; the tokenizer keeps them (``Tokenizer.turn_marks``).
 
     Raises:
         DataError: the template cannot render a question and its answer.
     """
-    return TurnMarks.of(template.render, tokenizer)
+    marks = tokenizer.turn_marks.get(template)
+    if marks is None:
+        marks = tokenizer.turn_marks[template] = TurnMarks.of(template.render, tokenizer)
+    return marks
 
 
 def write_conversation(

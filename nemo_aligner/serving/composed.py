@@ -207,18 +207,19 @@ class ComposedService(ScoringService):
     async def _score(
         self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
-        if request.texts is None:
+        if request.texts is None and self._parts:
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
         model_rows = await self._score_by_model(request, aside, is_probe)
         if is_probe:  # only to find out whether the model accepts the sample; judges cost too much
-            return replace(model_rows, rewards=np.zeros((len(request.texts), 1), np.float32))
+            rewards = np.zeros((len(model_rows.rewards), 1), np.float32)
+            return replace(model_rows, rewards=rewards)
         parts = self._begin_table(model_rows)
         failures = {
             row: RequestError(reason, FailureKind.bad_request)
             for row, reason in model_rows.errors.items()
         }
-        is_decided, comparisons = await self._fill_table(request.texts, parts, failures)
+        is_decided, comparisons = await self._fill_table(request.texts or (), parts, failures)
         rewards, terms = self._combination.combine(parts, is_decided)
         for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
             failures.setdefault(row, _overflow_failure(rewards[row]))
@@ -286,7 +287,7 @@ class ComposedService(ScoringService):
         """Score samples with all parts that they need, and record failures.
 
         Args:
-            samples: N samples.
+            samples: N samples; none if the model is the only part, which has scored them already.
             parts: ``[N, P]``, filled in place.
             failures: why a sample has no reward, by its number; rows in it are not scored.
 
@@ -294,7 +295,7 @@ class ComposedService(ScoringService):
             ``[N]`` bool, the samples whose reward is the gate's part by itself; and the judge's
             comparisons.
         """
-        is_decided = np.zeros(len(samples), dtype=bool)
+        is_decided = np.zeros(len(parts), dtype=bool)
         first_names = [name for name in self._combination.first_names if name in self._parts]
         comparisons = await self._score_by_parts(first_names, samples, parts, failures, is_decided)
         if self._combination.kind is CombineKind.gate:

@@ -28,7 +28,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.shared_body import Bodies
 from nemo_aligner.serving.critic import CriticBackend
-from nemo_aligner.serving.engine.ensemble import RewardEnsemble
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble, describe_relevant_differences
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
@@ -36,7 +36,7 @@ from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
 from nemo_aligner.serving.server import ServerSocket, serve
 from nemo_aligner.serving.service import Backend
-from nemo_aligner.training.critic import CriticRun, open_critic
+from nemo_aligner.training.critic import CriticRun, find_published_model, open_critic
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.processes import environment, verb_command
@@ -175,7 +175,7 @@ def _build_backends(
 ) -> list[Backend]:
     if not config.trainer.ppo.combine_rm_and_critic_server:
         return [CriticBackend(run, config)]
-    path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
+    path = find_published_model(config)
     scorer = _load_model(path, config, layout, can_offload=True)
     _check_same_encoding(path, scorer.contract, run.contract)
     critic = CriticBackend(run, config, scorer)
@@ -188,14 +188,40 @@ def _build_backends(
     return [critic, rewards]
 
 
+# Fields in which the contracts of a critic and its reward model may differ, because they do not
+# change the token ids of a sample if rewards are not read at turns or steps.
+_MAY_DIFFER = (
+    "attributes",
+    "attribute_weights",
+    "label_means",
+    "dtype",
+    "base_precision",
+    "reward_model_type",
+    "readout",
+    "scored_position",
+    "reply_marker",
+)
+
+
 def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
-    """Raise ConfigError if reward model and critic would encode a sample to different token ids."""
-    for name in ("tokenizer_fingerprint", "seq_length"):
-        actual, expected = getattr(rewards, name), getattr(critic, name)
-        if actual != expected:
-            raise ConfigError(
-                f"rm_model_file: {path}: got {name} {actual}, wanted the critic's, {expected}"
-            )
+    """Check that a reward model can score the token ids that the critic's contract gives.
+
+    Raises:
+        ConfigError: its contract gives other token ids, or it reads rewards at turns or steps.
+    """
+    if rewards.has_steps:
+        raise ConfigError(
+            f"rm_model_file: {path}: its rewards are read at every turn or step (model.head.reads "
+            f"is {rewards.scored_position}), wanted a model with one reward for each sample, which "
+            "critic_infer returns"
+        )
+    differences = describe_relevant_differences(critic, rewards, _MAY_DIFFER)
+    if differences:
+        raise ConfigError(
+            f"rm_model_file: {path}: its scoring contract encodes samples differently from that of "
+            f"pretrained_checkpoint (critic -> reward model): {differences}. Use a reward model "
+            "with the critic's encoding, or serve this one by itself (nemo-aligner serve)"
+        )
 
 
 # The code below runs a server in another process while a ``with`` block runs.

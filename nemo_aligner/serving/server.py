@@ -173,6 +173,7 @@ class _Leader:
     ) -> None:
         self._backends, self._ranks, self._config = backends, ranks, config
         self._listener, self._signals = listener, signals
+        self._ready = ReadyFile(config)
         self._reported = time.monotonic()
 
     def run(self) -> None:
@@ -193,20 +194,20 @@ class _Leader:
         probes = [service.probe for service in services]
         front = Front(models, endpoints, self._config, token, statistics, probes)
         server = FrontServer(front, self._config)
-        url, ready = url_of(self._listener, self._config), ReadyFile(self._config)
+        url = url_of(self._listener, self._config)
         server.start(self._listener)
         triton = self._open_triton(endpoints, token, server)
         # Exclude all objects that exist now from garbage collection, so that collections during
         # large requests do not scan them.
         gc.collect()
         gc.freeze()
-        ready.write(url)
+        self._ready.write(url)
         try:
             self._print_start(url, services, endpoints, token, triton)
             parts = [server.failure, *([triton.failure] if triton is not None else [])]
             self._watch(self._signals.have_arrived, services, parts)
         finally:
-            ready.remove()
+            self._ready.remove()
         front.is_ready = False
         self._drain(server, triton, services)
 
@@ -216,7 +217,7 @@ class _Leader:
         except RanksLostError as error:
             # The main thread may wait forever for the lost rank or in the call that hangs, so an
             # exception would not end the process.
-            _die(f"The server cannot start: {one_line(error)}")
+            self._die(f"The server cannot start: {one_line(error)}")
 
     def _open_triton(
         self, endpoints: Sequence[Endpoint], token: str | None, server: FrontServer
@@ -286,7 +287,7 @@ class _Leader:
                     print(f"The server ends after a call ({call.describe()})", flush=True)
             elif stopping.is_alive() and time.monotonic() >= end:
                 running = "a part of it" if call is None else f"a call ({call.describe()})"
-                _die(
+                self._die(
                     f"The server exits at once: {running} has not ended {_STOP_SECS:g} s after the "
                     f"time for requests in flight ({self._config.section}.exit_timeout_secs)"
                 )
@@ -304,7 +305,7 @@ class _Leader:
         while not is_over():
             self._check_ranks()
             for reason in filter(None, [failure() for failure in failures]):
-                _die(f"The server cannot continue: {reason}")
+                self._die(f"The server cannot continue: {reason}")
             elapsed = time.monotonic() - self._reported
             if self._config.report_every_secs and elapsed >= self._config.report_every_secs:
                 self._report(services)
@@ -314,7 +315,7 @@ class _Leader:
     def _check_ranks(self) -> None:
         """Exit with code 1 if a rank is lost, or the model hangs."""
         if self._ranks.failure is not None:
-            _die(f"The server cannot continue: {self._ranks.failure}")
+            self._die(f"The server cannot continue: {self._ranks.failure}")
 
     def _report(self, services: Sequence[Service]) -> None:
         """Log the load of each service since its last report.
@@ -325,6 +326,15 @@ class _Leader:
         for line in [service.report() for service in services]:
             if line is not None and self._config.report_every_secs:
                 print(line, flush=True)
+
+    def _die(self, line: str) -> NoReturn:
+        """Log ``line``, and exit at once with code 1; the other ranks notice it and also exit."""
+        # No ``finally`` runs, and a script may take the file for that of a server that answers.
+        self._ready.remove()
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+        time.sleep(_LAST_WORDS_SECS)
+        os._exit(1)
 
 
 def _name_endpoints(service: Service) -> Sequence[Endpoint]:
@@ -343,11 +353,3 @@ def _call_all(stops: Sequence[Callable[[], None]]) -> None:
             stop()
         except Exception:  # go on: the other parts still have requests in flight
             logger.exception("a part of the server could not be stopped")
-
-
-def _die(line: str) -> NoReturn:
-    """Log ``line``, and exit at once with code 1; the other ranks notice it and also exit."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-    time.sleep(_LAST_WORDS_SECS)
-    os._exit(1)

@@ -23,6 +23,7 @@ from nemo_aligner.batch.packed import LabelColumns, PackedBatch
 from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
+    check_expected_contract,
     load_pretrained,
     read_text_rules,
     save_reward_model,
@@ -34,7 +35,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import check_expected, check_plain_reading
+from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.packing import TokenPacking
 from nemo_aligner.data.rollout import Rollout
@@ -318,7 +319,9 @@ def open_critic(
         CheckpointError: the checkpoint is no reward model, or the folder holds another run.
         ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``;
             ``exp_manager.resume_if_exists`` is false but the folder holds a run; a logger is not
-            installed; or a mixture-of-experts model would be trained in fp16.
+            installed; a mixture-of-experts model would be trained in fp16; or the server would
+            publish another contract or fingerprint than ``expect_contract`` and
+            ``expect_fingerprint``.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
@@ -326,10 +329,7 @@ def open_critic(
     if contract is None:
         raise CheckpointError(f"{path}: it has no scoring contract. {_EXPECTED}")
     check_plain_reading(contract, path, "a critic")
-    check_expected(contract, config.expect_contract, "expect_contract")
-    check_expected_fingerprint(
-        read_fingerprint(path), config.expect_fingerprint, "expect_fingerprint", path
-    )
+    _check_expected(config)
     # The critic's weights are dense: adapters on a quantized base are folded into it.
     contract = replace(contract.with_dtype(config.trainer.precision), base_precision=None)
     if config.model.micro_batch_tokens < contract.seq_length:
@@ -359,6 +359,25 @@ def open_critic(
     )
     loggers = build_loggers(config.exp_manager, fresh.config, learner.step)
     return CriticRun(learner, contract, tokenizer, checkpoints, loggers, pretrained.config, fresh)
+
+
+def find_published_model(config: ServeCriticConfig) -> str:
+    """Return the path of the archive whose scoring contract and fingerprint the server publishes.
+
+    It is the reward model if the server also has one, else the model from which the critic starts.
+    """
+    start = str(config.pretrained_checkpoint.restore_from_path)
+    is_combined = config.trainer.ppo.combine_rm_and_critic_server
+    return str(config.rm_model_file or start) if is_combined else start
+
+
+def _check_expected(config: ServeCriticConfig) -> None:
+    """Raise ConfigError if the published model has another contract or other weights."""
+    path = find_published_model(config)
+    check_expected_contract(path, None, config.expect_contract, "expect_contract")
+    check_expected_fingerprint(
+        read_fingerprint(path), config.expect_fingerprint, "expect_fingerprint", path
+    )
 
 
 def _load_base(

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.contract.chat_template import ChatTemplate
+from nemo_aligner.contract.chat_template import ChatTemplate, _compile
 from nemo_aligner.contract.messages import Conversation, Message
+from nemo_aligner.contract.template_check import template_reading
 from nemo_aligner.contract.template_trials import Frames, find_frames
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.contract.turns import TurnEnd, TurnMarkError, TurnMarks
+from nemo_aligner.contract.turns import TurnEnd, TurnMarkError, TurnMarks, turn_marks
 from nemo_aligner.utils.errors import DataError
 from tests.harness.environments import package
 
@@ -116,6 +117,24 @@ def test_marks_are_found_as_the_tokenizer_finds_them(
     marks(template, exact).check([{"role": "user", "content": "<TURN>"}])
     with pytest.raises(TurnMarkError):
         marks(template, exact).check([{"role": "user", "content": "<turn>"}])
+
+
+def test_templates_of_many_models_are_analysed_once(tokenizer_folder: Path) -> None:
+    tokenizers = [load_tokenizer(tokenizer_folder) for _ in range(9)]
+    templates = [ChatTemplate(f"{BUILT_IN_TEMPLATES['plain']}{{# {n} #}}") for n in range(9)]
+
+    def analyse() -> list[object]:
+        return [
+            found
+            for template, tokenizer in zip(templates, tokenizers, strict=True)
+            for found in (
+                turn_marks(template, tokenizer),
+                template_reading(template),
+                _compile(template.source),
+            )
+        ]
+
+    assert all(first is again for first, again in zip(analyse(), analyse(), strict=True))
 
 
 def test_mark_at_the_end_of_a_message_is_what_the_template_ends_with(tokenizer: Tokenizer) -> None:

@@ -587,6 +587,14 @@ def test_functions_alone_score_texts_and_may_skip_samples(monkeypatch: pytest.Mo
     assert chats.json["errors"] == [{"row": 1, "message": "x: the function returned no number"}]
 
 
+def test_model_alone_scores_token_ids_also_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Calls = [("/v1/rewards", {"tokens": [[1, 2], [0], [7]]})]
+    combine = {"weights": {"model": 0.5}, "offsets": {"model": 4.0}}
+    (answer,) = asked(monkeypatch, calls, combine=combine)
+    assert answer.json["rewards"] == [[(3 / 2 + 4) / 2], None, [(7 / 2 + 4) / 2]]
+    assert answer.json["parts"] == [{"model": 1.5}, {"model": None}, {"model": 3.5}]
+
+
 def test_only_a_rejected_sample_gets_the_reward_that_is_set_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -381,8 +381,30 @@ def test_critic_is_not_ready_while_its_values_or_its_encoding_hang(
 
 
 def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:
-    _check_same_encoding("rm.nemo", CONTRACT, CONTRACT)
-    with pytest.raises(ConfigError, match=r"rm\.nemo: got seq_length 64, wanted .*65"):
-        _check_same_encoding("rm.nemo", CONTRACT, replace(CONTRACT, seq_length=65))
+    ranking = replace(
+        CONTRACT,
+        attributes=("reward",),
+        attribute_weights=(1.0,),
+        label_means=(0.0,),
+        reward_model_type="binary_ranking",
+        dtype="bf16",
+        scored_position="reply_mean",
+        reply_marker=(1, 2),
+    )
+    _check_same_encoding("rm.nemo", ranking, CONTRACT)
+    for change, words in (
+        ({"template": "x"}, "template: '' -> 'x'"),
+        ({"seq_length": 65}, "seq_length: 64 -> 65"),
+        ({"add_eos": False}, "add_eos: True -> False"),
+        ({"overlong": "drop"}, "overlong: 'truncate_left' -> 'drop'"),
+        ({"tokenizer_fingerprint": "b"}, "tokenizer_fingerprint: 'ä' -> 'b'"),
+        ({"trailing_pad_id": 5}, "trailing_pad_id: None -> 5"),
+        ({"reward_token_id": 5}, "reward_token_id: None -> 5"),
+        ({"template": "x", "principle_template": "{principle}"}, "principle_template: None -> "),
+        ({"scored_position": "turns"}, "at every turn or step .*turns"),
+    ):
+        rewards = replace(CONTRACT, **change)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"^rm_model_file: rm\.nemo: .*{words}"):
+            _check_same_encoding("rm.nemo", rewards, CONTRACT)
     with pytest.raises(ConfigError, match="restore_from_path: it is not set"):
         run_critic_server(ServeCriticConfig())

@@ -251,17 +251,36 @@ def test_server_whose_model_hangs_ends_after_a_signal(tmp_path: Path) -> None:
         server.assert_nothing_is_left()
 
 
+class ExitedError(BaseException):
+    """Raised instead of the end of the process."""
+
+
+def test_ready_file_of_a_server_that_dies_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def raise_exit(code: int) -> None:
+        raise ExitedError(code)
+
+    monkeypatch.setattr(server_module, "_LAST_WORDS_SECS", 0.0)
+    monkeypatch.setattr(os, "_exit", raise_exit)
+    ready = tmp_path / "ready"
+    unused: Any = None
+    ready.write_text("http://127.0.0.1:5555\n")
+    ranks: Any = SimpleNamespace(failure="rank 1 is gone")
+    config = ServerConfig(ready_file=str(ready))
+    with pytest.raises(ExitedError, match="1"):
+        server_module._Leader([], ranks, config, unused, unused)._check_ranks()
+    assert not ready.exists()
+
+
 def test_services_that_do_not_end_are_left_unless_the_model_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class ExitedError(BaseException):
-        """Raised instead of the end of the process."""
-
-    def raise_exit(line: str) -> None:
+    def raise_exit(leader: server_module._Leader, line: str) -> None:
         raise ExitedError(line)
 
     monkeypatch.setattr(server_module, "_STOP_SECS", 0.3)
-    monkeypatch.setattr(server_module, "_die", raise_exit)
+    monkeypatch.setattr(server_module._Leader, "_die", raise_exit)
 
     def stop_with(calls: RunningCalls, stop: Callable[[], Any]) -> None:
         ranks: Any = SimpleNamespace(running=calls, failure=None)

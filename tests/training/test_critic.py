@@ -15,6 +15,7 @@ from transformers import LlamaForSequenceClassification
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.export import export_to_hf
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
+from nemo_aligner.checkpoint.nemo.fingerprint import read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
@@ -243,6 +244,28 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, bas
         open_again(f"expect_fingerprint={'0' * 32}")
     with pytest.raises(CheckpointError, match="no scoring contract"):
         open_again(archive=base)
+
+
+def test_reward_model_beside_the_critic_is_the_one_that_is_expected(
+    opened: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    _, open_again = opened
+    tiny.write_hf_reward_model(tmp_path / "hf", max_position_embeddings=16)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "other.nemo")
+    combined = "trainer.ppo.combine_rm_and_critic_server=true"
+
+    def expectations(archive: Path) -> list[str]:
+        _, contract = read_text_rules(archive)
+        assert contract is not None
+        fingerprint = read_fingerprint(archive)
+        return [f"expect_contract={contract.hash}", f"expect_fingerprint={fingerprint}"]
+
+    beside = (combined, f"rm_model_file={tmp_path / 'other.nemo'}")
+    open_again(*beside, *expectations(tmp_path / "other.nemo"))
+    for expected in expectations(model_folder / "rm.nemo"):
+        open_again(combined, expected)
+        with pytest.raises(ConfigError, match=f"^{expected.split('=')[0]}: got "):
+            open_again(*beside, expected)
 
 
 def test_critic_resumes_only_from_the_reward_model_that_it_began_with(

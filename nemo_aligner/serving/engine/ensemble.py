@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -48,11 +48,13 @@ class RewardEnsemble(TokenScorer):
 
     @property
     def counts(self) -> TokenCounts:
-        """The models' token counts since the start, added up."""
-        counts = TokenCounts()
-        for member in self._members:
-            counts = counts.after(*vars(member.counts).values())
-        return counts
+        """Token counts since the start of one model: the mean over the models, rounded down.
+
+        A call scores its tokens with every model, so a sum could not be compared with the tokens of
+        the requests or with ``tokens_per_call``.
+        """
+        members = [vars(member.counts).values() for member in self._members]
+        return TokenCounts(*(sum(counts) // len(members) for counts in zip(*members, strict=True)))
 
     @property
     def tokens_per_call(self) -> int:
@@ -118,10 +120,19 @@ def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
             ``ensemble.files`` and the differences.
     """
     for number, contract in enumerate(contracts[1:], start=1):
-        differences = contracts[0].differences(contract)
-        relevant = {name: pair for name, pair in differences.items() if name not in _MAY_DIFFER}
-        if relevant:
+        differences = describe_relevant_differences(contracts[0], contract, _MAY_DIFFER)
+        if differences:
             raise ConfigError(
                 f"ensemble.files: model {number} has another scoring contract than rm_model_file: "
-                + describe_differences(relevant)
+                + differences
             )
+
+
+def describe_relevant_differences(
+    first: ScoringContract, second: ScoringContract, may_differ: Collection[str]
+) -> str:
+    """Describe the fields in which two contracts differ; empty if only ``may_differ`` do."""
+    differences = first.differences(second)
+    return describe_differences(
+        {name: values for name, values in differences.items() if name not in may_differ}
+    )

@@ -206,9 +206,11 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
     components = {} if threshold is not None else _read_components(scored, served)
     attributes = zip(served.attributes, scored.rewards[0].tolist(), strict=True)
     parts = list_parts(scored)[0].items() if scored.parts is not None else ()
+    # Rewards are float32: one of 0.9 is below the float64 number 0.9.
+    passed = threshold is not None and np.float32(reward) >= np.float32(threshold)
     return {
         **_echo_fields(body, is_masked=False),
-        "reward": reward if threshold is None else float(reward >= threshold),
+        "reward": reward if threshold is None else float(passed),
         "raw_reward": reward,
         "reward_components": components,
         **{f"{_ATTRIBUTE}{name}": value for name, value in attributes},

@@ -181,10 +181,16 @@ def test_flag_is_also_where_nemo_rl_reads_it(config: Any) -> None:
         assert answer["mask_sample"] is is_masked
 
 
-@pytest.mark.parametrize(("threshold", "reward"), [(6, 1.0), (6.5, 0.0)])
-def test_with_a_threshold_a_reward_is_enough_or_not(threshold: float, reward: float) -> None:
-    answer = verified(FakeGateway(), body(reward_threshold=threshold), attribute="help")
-    assert (answer["reward"], answer["raw_reward"]) == (reward, 6)
+@pytest.mark.parametrize(
+    ("help", "threshold", "reward"),
+    [(6, 6, 1.0), (6, 6.5, 0.0), (0.8999999761581421, 0.9, 1.0)],  # the last one is 0.9 in float32
+)
+def test_with_a_threshold_a_reward_is_enough_or_not(
+    help: float, threshold: float, reward: float
+) -> None:
+    gateway = FakeGateway((200, {**SCORED, "attribute/help": help}))
+    answer = verified(gateway, body(reward_threshold=threshold), attribute="help")
+    assert (answer["reward"], answer["raw_reward"]) == (reward, help)
     assert answer["reward_components"] == {}
 
 

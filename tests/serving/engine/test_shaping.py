@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import place_rows
-from nemo_aligner.serving.engine.ensemble import check_same_encoding
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble, check_same_encoding
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
+from nemo_aligner.serving.engine.token_scorer import TokenCounts
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.evaluation.refusals import refusal
@@ -203,6 +205,14 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
             match=r"ensemble.files: model 1 has another scoring contract than rm_model_file",
         ):
             check_same_encoding([ONE, other])
+
+
+def test_ensemble_counts_the_tokens_of_a_request_once() -> None:
+    members: list[Any] = [
+        SimpleNamespace(contract=ONE, fingerprint="f", counts=TokenCounts(100, 60, cached))
+        for cached in (30, 40)
+    ]
+    assert RewardEnsemble(members).counts == TokenCounts(100, 60, 35)
 
 
 def test_shaping_applies_its_rules_in_their_order() -> None:

@@ -262,10 +262,16 @@ def test_gym_components_add_up_to_the_reward(
 
 def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply() -> None:
     request = parsed(GYM, rollout("a", said("b")))
-    for threshold, reward in ((1.5, 1.0), (1.6, 0.0), (None, 1.5)):
+    near = float(np.float32(0.9))  # below the float64 number 0.9
+    for given, threshold, reward in (
+        (1.5, 1.5, 1.0),
+        (1.5, 1.6, 0.0),
+        (1.5, None, 1.5),
+        (near, 0.9, 1.0),
+    ):
         served = Served("reward_model", ("reward",), (1.0,), threshold)
-        answer = GYM.answer(request, scored([1.5]), served)
-        assert (answer["reward"], answer["raw_reward"]) == (reward, 1.5), threshold
+        answer = GYM.answer(request, scored([given]), served)
+        assert (answer["reward"], answer["raw_reward"]) == (reward, given), threshold
     # A rejected reply does not measure the policy, unless there is a threshold to miss.
     for threshold, masked in ((None, True), (0.5, False)):
         served = Served("reward_model", ("reward",), (1.0,), threshold)

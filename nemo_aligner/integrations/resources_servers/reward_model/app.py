@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from ctypes import c_float
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -274,7 +275,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         return RewardModelVerifyResponse(
             **_echo_fields(body, is_masked=False),
             **fields,
-            reward=reward if threshold is None else float(reward >= threshold),
+            reward=reward if threshold is None else float(_reaches(reward, threshold)),
             raw_reward=reward,
             reward_components=answer["reward_components"] if is_sum else {},
             truncated=answer["truncated"],
@@ -282,6 +283,11 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             contract_hash=answer["contract_hash"],
             model_fingerprint=answer.get("model_fingerprint"),
         )
+
+
+def _reaches(reward: float, threshold: float) -> bool:
+    """Compare as float32, which rewards are: one of 0.9 is below the float64 number 0.9."""
+    return c_float(reward).value >= c_float(threshold).value
 
 
 def _echo_fields(body: RewardModelVerifyRequest, is_masked: bool) -> dict[str, Any]:
