@@ -142,7 +142,10 @@ class Experiment:
         self._in_parallel([partial(self._train, *run) for run in missing])
 
     def _in_parallel(self, jobs: Sequence[Callable[[int], None]]) -> None:
-        """Run all jobs, ``--jobs`` at a time; each is called with the number of its GPU."""
+        """Run all jobs, ``--jobs`` at a time.
+
+        Each is called with the number of its GPU among those that this program may use.
+        """
         devices: SimpleQueue[int] = SimpleQueue()
         for device in range(self.options.jobs):
             devices.put(device)
@@ -205,7 +208,9 @@ class Experiment:
 
     def _call(self, name: str, command: Sequence[str], device: int = 0) -> None:
         """Run ``nemo-aligner`` with its output in a log file; end this program if it fails."""
-        environment = {"CUDA_VISIBLE_DEVICES": str(device), **os.environ}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = [str(device)] if visible is None else visible.split(",")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[device % len(devices)]}
         if self.options.jobs > 1:
             environment["OMP_NUM_THREADS"] = "1"
         log = self.output / f"{name}.log"

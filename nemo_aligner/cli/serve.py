@@ -170,14 +170,17 @@ def run_score(options: argparse.Namespace) -> int:
         waiting.start()
         try:
             scored = client.score_rows([sample for _, sample in samples])
-            is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
-            names = client.contract().attributes if is_named else ()
+            has_steps = options.steps and scored.steps is not None
+            is_named = scored.rewards.shape[1] > 1
+            needs_contract = scored.contract_hash is not None and (is_named or has_steps)
+            contract = client.contract() if needs_contract else None
         except ServingError as error:
             raise ServingError(_name_flags(str(error), options.token_variable)) from error
         finally:
             waiting.cancel()
-    if names:
-        print("attributes:", ", ".join(names))
+    if contract is not None and is_named:
+        print("attributes:", ", ".join(contract.attributes))
+    separator = contract.step_separator if contract is not None else None
     if options.steps and scored.steps is None and len(scored.errors) < len(samples):
         raise ConfigError("--steps: the model has one reward per sample. Omit the option")
     for row, (label, sample) in enumerate(samples):
@@ -186,7 +189,7 @@ def run_score(options: argparse.Namespace) -> int:
             rewards, label = f"{'rejected':>10}", f"{label}: {scored.errors[row]}"
         print(rewards, "", label, sep="  ")
         if options.steps and scored.steps is not None and scored.steps[row] is not None:
-            print(*_list_steps(scored.steps[row], sample), sep="\n")
+            print(*_list_steps(scored.steps[row], sample, separator), sep="\n")
     return 1 if scored.errors else 0
 
 
@@ -194,17 +197,17 @@ def _show_rewards(rewards: Iterable[float]) -> str:
     return "  ".join(f"{reward:10.4f}" for reward in rewards)
 
 
-def _list_steps(steps: StepRewards, sample: Any) -> Iterator[str]:
-    """Yield a line for each turn or step of a sample: its rewards and its text."""
-    from nemo_aligner.contract.messages import flatten_message, messages_of
+def _list_steps(steps: StepRewards, sample: Any, separator: str | None) -> Iterator[str]:
+    """Yield a line for each turn or step of a sample: its rewards and its text.
+
+    ``separator`` is the contract's ``step_separator``; None for turns.
+    """
+    from nemo_aligner.contract.steps import step_texts
     from nemo_aligner.data.texts import label_of
 
-    for number, (rewards, span) in enumerate(zip(steps.rewards, steps.spans, strict=True), 1):
-        text = sample
-        if span.message is not None:
-            text = flatten_message(messages_of(sample)[span.message])
-        step = label_of(text[span.start : span.end])
-        yield f"{_show_rewards(rewards)}      step {number}: {step}"
+    texts = step_texts(sample, steps.spans, separator)
+    for number, (rewards, text) in enumerate(zip(steps.rewards, texts, strict=True), 1):
+        yield f"{_show_rewards(rewards)}      step {number}: {label_of(text)}"
 
 
 def _name_flags(message: str, token_variable: str | None) -> str:

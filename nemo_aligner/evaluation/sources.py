@@ -333,9 +333,24 @@ _ONE_REWARD = {"reward": 1.0}
 
 
 def _protocol_path(url: str) -> str:
-    """Return a server URL's path without ``/models/NAME``, which names one of several models."""
-    _, path = split_model_path(urlsplit(url).path.rstrip("/") + "/")
+    """Return a server URL's path without ``/models/NAME``, which names one of several models.
+
+    Raises:
+        ConfigError: it is not a URL, e.g. because a bracket is missing.
+    """
+    try:
+        full_path = urlsplit(url).path
+    except ValueError as error:
+        raise _address_error(hide_password(url)) from error
+    _, path = split_model_path(full_path.rstrip("/") + "/")
     return path.rstrip("/")
+
+
+def _address_error(name: str) -> ConfigError:
+    return ConfigError(
+        f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, also with "
+        "/models/NAME, or a URL with the path /classify (vLLM) or /get_reward (OpenRLHF)"
+    )
 
 
 @contextmanager
@@ -355,10 +370,7 @@ def open_server(
     """
     path, name = _protocol_path(url), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
-        raise ConfigError(
-            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, also with "
-            "/models/NAME, or a URL with the path /classify (vLLM) or /get_reward (OpenRLHF)"
-        )
+        raise _address_error(name)
     token = find_token(None, config.token_variable, "source.token")
     if path == "":
         with RewardClient(

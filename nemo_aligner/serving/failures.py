@@ -55,10 +55,12 @@ class FailureKind(Enum):
     # A judge or function next to the model has no score for the row, and a retry would not help.
     unscored = (400, (), "INVALID_ARG", "BadRequestError", "Validation", "judge_failed", "skip")
     # The server is full (busy), or does not answer (unreachable). Both are temporary, so the status
-    # is the same. Only after unreachable, a client needs a new handshake before it sends more.
+    # is the same. Only after unreachable, a client needs a new handshake before it sends more. With
+    # 408 and 425, a proxy rejects a request that came too slowly or too early, as a full server
+    # does: before it is computed.
     busy = (
         503,
-        (429,),
+        (408, 425, 429),
         "UNAVAILABLE",
         "ServiceUnavailableError",
         "Overloaded",

@@ -41,6 +41,9 @@ from nemo_aligner.tools.invariance import (
 from nemo_aligner.tools.layouts_worker import run_world, score_everywhere
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.processes import find_process
+from nemo_aligner.utils.writing import write_lines
+
+_BATCH_TOKENS = 8192  # least micro_batch_tokens of the server that scores over HTTP
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ def run_check(check: Check, output: Path | None) -> bool:
 
     Raises:
         AlignerError: the checkpoint is not a reward model, or none of the pairs can be scored.
+        OSError: the folder of ``output`` cannot be made.
     """
+    if output is not None:  # an error must not come only after the work
+        output.parent.mkdir(parents=True, exist_ok=True)
     base = CheckpointDescription.read(check.checkpoint)
     contract = base.contract
     if contract is None:
@@ -90,7 +96,7 @@ def run_check(check: Check, output: Path | None) -> bool:
             check.checkpoint, texts, Precision(precision), check.min_model_parallel
         )
     else:
-        scored = _score_in_new_processes(check, texts, precision)
+        scored = _score_in_new_processes(check, texts, precision, contract.seq_length)
     for reason in dict.fromkeys(scored.reasons):
         print(f"skipped a layout that does not fit the model: {reason}")
     limits = choose_limits(precision, base.shape.num_layers, scored.reference)
@@ -103,7 +109,7 @@ def run_check(check: Check, output: Path | None) -> bool:
             "summary": summary,
             "rows": [_row_to_dict(row) for row in rows],
         }
-        output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        write_lines(output, [json.dumps(content, indent=2, allow_nan=False)])
     return all(row.ok for row in rows)
 
 
@@ -173,23 +179,29 @@ def _read_pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any,
         )
 
 
-def _score_in_new_processes(check: Check, texts: list[Any], precision: str) -> Scored:
+def _score_in_new_processes(
+    check: Check, texts: list[Any], precision: str, seq_length: int
+) -> Scored:
     """Score in jobs of 1, 2, 4, ... processes and, if ``check.serve``, over HTTP.
 
-    The job of one process also computes the fp32 reference.
+    The job of one process also computes the fp32 reference. ``seq_length`` is the contract's.
     """
     job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
     max_processes = check.processes or torch.cuda.device_count() or 2
     worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= max_processes]
     rewards = {layout: variants for world in worlds for layout, variants in world.rewards.items()}
     if check.serve:
-        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts)
+        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts, seq_length)
     reasons = [reason for world in worlds for reason in world.reasons]
     return Scored(rewards, worlds[0].reference, reasons)
 
 
-def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
+def score_over_http(
+    checkpoint: str, precision: str, texts: list[Any], seq_length: int
+) -> dict[str, np.ndarray]:
     """Start a server and score over HTTP, in batches of one and all together.
+
+    ``seq_length`` is that of the scoring contract; a server's forward pass must take such a sample.
 
     Returns:
         Rewards ``[N, A]`` by variant: ``alone`` (a request for each sample) and ``all together``.
@@ -201,10 +213,14 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)
-    settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
+    settings = [
+        f"rm_model_file={checkpoint}",
+        f"precision={precision}",
+        f"model.micro_batch_tokens={max(_BATCH_TOKENS, seq_length)}",
+    ]
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(settings, Path(folder, "log")) as url,
-        RewardClient(url) as client,
+        RewardClient(url, timeout_s=None) as client,  # a set of any size is one call
     ):
         return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}

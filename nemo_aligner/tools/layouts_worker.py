@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.contract.messages import as_json, read_text
 from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.contract.steps import aggregate_texts
+from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.launch import launch, run_ranks
 from nemo_aligner.distributed.layout import (
     LayoutSizes,
@@ -202,8 +205,10 @@ def _score_in_training(
     base = CheckpointDescription.read(checkpoint)
     contract = base.contract
     assert contract is not None, "scoring before has read it"
-    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
-    sequences = [contract.encode(base.tokenizer, texts[index]).token_ids for index in indices]
+    encoded = [contract.encode(base.tokenizer, text) for text in texts]
+    positions = [sample.reads or (len(sample.token_ids) - 1,) for sample in encoded]
+    bounds = [*accumulate(map(len, positions), initial=0)]
+    local = slice(layout.dp_rank, None, layout.dp)
     pretrained = load_pretrained(
         checkpoint,
         layout,
@@ -215,16 +220,18 @@ def _score_in_training(
         reply_marker=contract.reply_marker,
     )
     by_length = pretrained.model.length_dependent_rope
-    packs = [
-        replace(pack, rows=indices[pack.rows])
-        for pack in pack_sequences(sequences, contract.seq_length, None, by_length)
-    ]
+    packs = pack_sequences(
+        [sample.token_ids for sample in encoded[local]],
+        contract.seq_length,
+        SequenceReads.number(positions)[local],
+        by_length,
+    )
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)
-    shape = (len(texts), contract.num_outputs)
+    shape = (bounds[-1], contract.num_outputs)
     outputs = gather_rewards(rewards, packs, shape, layout).numpy()
-    return contract.rewards_of(outputs)
+    return aggregate_texts(contract.rewards_of(outputs), bounds, contract.aggregation)
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
@@ -248,7 +255,7 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
     """Run ``score_everywhere`` in ``size`` new processes, and return its result.
 
     Args:
-        job: ``checkpoint``, ``texts`` and ``precision``, as plain JSON values.
+        job: ``checkpoint``, ``texts`` and ``precision``.
         size: number of processes.
 
     Raises:
@@ -257,7 +264,8 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
     print(f"scoring in {job['precision']} at {size} process{'es' * (size > 1)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
-        job_path.write_text(json.dumps(job))
+        texts = [text if isinstance(text, str) else as_json(text) for text in job["texts"]]
+        job_path.write_text(json.dumps({**job, "texts": texts}))
         arguments = ["-m", "nemo_aligner.tools.layouts_worker", str(job_path), str(result_path)]
         if run_ranks(arguments, size, environment()):
             raise PeerError(f"the run of {size} processes failed; see its error above")
@@ -275,7 +283,8 @@ def main(job_path: str, result_path: str) -> int:
     # Otherwise every collection scans the million objects of the imported modules, which stay.
     gc.freeze()
     try:
-        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
+        texts = [read_text(text) for text in job["texts"]]
+        scored = score_everywhere(job["checkpoint"], texts, Precision(job["precision"]))
     except Exception as error:
         return report(error)
     if is_first_rank():

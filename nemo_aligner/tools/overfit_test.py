@@ -85,10 +85,19 @@ def few_records(data: TrainingData, count: int) -> TrainingData:
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
-    """Return the data with opposite labels: rankings reversed, ratings mirrored at their mean."""
+    """Return the data with opposite labels.
+
+    Rankings are reversed, a teacher's rewards negated, and ratings mirrored at their mean.
+    """
     records = dataset.records
     if dataset.kind is RecordKind.comparison:
-        return replace(dataset, records=replace(records, ranks=-records.ranks))
+        teacher = records.teacher_rewards
+        swapped = replace(
+            records,
+            ranks=-records.ranks,
+            teacher_rewards=None if teacher is None else -teacher,
+        )
+        return replace(dataset, records=swapped)
     labels = records.labels
     means = torch.tensor(labels.measured_means(), dtype=torch.float32)
     mirrored = replace(labels, values=2 * means - labels.values)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,33 @@ def test_distillation_trains_labels_and_compares(
     called.clear()
     distillation.main()
     assert (called, capsys.readouterr().out) == ([], first)
+
+
+@pytest.mark.parametrize(
+    ("visible", "wanted"), [(None, ["0", "1", "2"]), ("4,GPU-7", ["4", "GPU-7", "4"])]
+)
+def test_distillation_uses_the_gpus_that_it_was_given(
+    distillation: Any,
+    visible: str | None,
+    wanted: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(name, visible)
+    used = []
+
+    def run(program: Sequence[str], *, env: dict[str, str], **unused: Any) -> SimpleNamespace:
+        used.append(env[name])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(distillation.subprocess, "run", run)
+    experiment = distillation.Experiment(SimpleNamespace(output=tmp_path, jobs=3))
+    for device in range(3):
+        experiment._call("work", ["train"], device)
+    assert used == wanted
 
 
 def test_distillation_measures_paired_differences(distillation: Any) -> None:

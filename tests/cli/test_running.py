@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
+import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemo_aligner.cli.data import inspect_parser
@@ -25,13 +29,17 @@ from nemo_aligner.cli.parser import (
     whole,
 )
 from nemo_aligner.cli.serve import run_score, score_parser
+from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.contract.scorer import StepRewards
+from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed import launch
 from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
 from tests.harness import tiny
 from tests.harness.launching import ROOT, TORCHRUN, run_local_ranks
-from tests.serving.client.misbehaving import Misbehaving
+from tests.serving.client.misbehaving import Misbehaving, output
+from tests.serving.fake_server import CONTRACT
 
 Captured = pytest.CaptureFixture[str]
 
@@ -289,6 +297,45 @@ def test_score_limits_the_time_of_a_request_and_not_of_a_file(
         f"ServingError: {server.url}, reward_model: timed out: no answer to a request within "
         "0.5 s; 1 of 2 rows were answered\n"
     )
+
+
+def test_score_shows_the_text_that_each_step_reward_is_for(capsys: Captured) -> None:
+    """Steps are ranges of the reply alone, whose parts are joined by the contract's separator."""
+    steps = StepRewards(
+        np.array([[1.0, 0], [2, 0]], np.float32), (StepSpan(1, 0, 3), StepSpan(1, 5, 8))
+    )
+    values = {"rewards": ("FP32", [1, 2], [2, 0]), "steps": ("BYTES", [1, 1], [steps.to_json()])}
+    server = Misbehaving().come()
+    server.contract = replace(CONTRACT, scored_position="step_ends", step_separator="\n\n")
+    values["contract_hash"] = ("BYTES", [1, 1], [server.contract.hash])
+    outputs = [output(name, *value) for name, value in values.items()]
+    server.answer = lambda texts: (200, {"outputs": outputs})
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    reply = {"role": "assistant", "content": parts, "reasoning_content": "hidden"}
+    conversation = json.dumps([{"role": "user", "content": "why"}, reply])
+    command = ["--url", server.url, "--steps", "--conversation", conversation]
+    assert run_score(score_parser().parse(command)) == 0
+    server.go()
+    assert re.findall("step .*", capsys.readouterr().out) == ["step 1: one", "step 2: two"]
+
+
+def test_serve_example_turns_triton_on_unless_a_setting_or_file_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = []
+
+    def run_server(config: ServeConfig) -> int:
+        ports.append(config.server.triton_port)
+        return 0
+
+    monkeypatch.setattr("nemo_aligner.serving.run.run_server", run_server)
+    file = tmp_path / "serve.yaml"
+    file.write_text("server: {triton_port: null}\n")
+    for argument in ("server.port=5555", "server.triton_port=7000", f"--config={file}"):
+        monkeypatch.setattr("sys.argv", ["serve", "rm_model_file=rm.nemo", argument])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "examples/serve_reward_model.py"), run_name="__main__")
+    assert ports == [5600, 7000, None]
 
 
 def test_score_says_which_hash_it_expects(capsys: Captured) -> None:

@@ -315,6 +315,12 @@ def test_server_of_another_protocol_is_named_by_its_path(server: ScriptedServer)
         assert all(part in error for part in (*urls, "HTTP 404", "not a KServe server")), error
 
 
+def test_server_of_a_url_that_cannot_be_read_is_rejected() -> None:
+    config = load_config(EvaluateConfig, ["server=http://[::1", "data.path=pairs.jsonl"])
+    error = refusal(ConfigError, evaluate, config)
+    assert error.startswith("server: got http://[::1; wanted http://HOST:PORT"), error
+
+
 def test_server_that_is_not_there_is_advised_on_as_a_setting_of_evaluate() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     config = load_config(EvaluateConfig, [f"server={url}", "data.path=pairs.jsonl"])

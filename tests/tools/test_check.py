@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.tools import check
 from nemo_aligner.tools.check import Check, choose_samples, run_check
 from nemo_aligner.tools.invariance import (
@@ -43,6 +46,27 @@ def test_check_leaves_out_and_counts_pairs_that_cannot_be_scored(
     assert (best[-1]["content"], worst[-1]["content"]) == ("a", "aaa")
 
 
+@pytest.mark.parametrize(("seq_length", "tokens"), [(64, 8192), (9000, 9000)])
+def test_server_of_a_check_takes_the_longest_sample_and_any_number_of_samples(
+    seq_length: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    @contextmanager
+    def running(settings: list[str], log: Path) -> Iterator[str]:
+        started.extend(settings)
+        yield "http://127.0.0.1:1"
+
+    def score(client: RewardClient, texts: list[str]) -> np.ndarray:
+        assert client._timeout_s is None
+        return np.zeros((len(texts), 1))
+
+    monkeypatch.setattr(check, "running_server", running)
+    monkeypatch.setattr(RewardClient, "score", score)
+    check.score_over_http("rm.nemo", "fp32", ["a", "b"], seq_length)
+    assert f"model.micro_batch_tokens={tokens}" in started
+
+
 def test_check_says_once_what_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,9 +74,10 @@ def test_check_says_once_what_does_not_fit(
     scored = Scored(rewards, REFERENCE, ["TP=4: why not", "TP=4: why not"])
     monkeypatch.setattr(check, "run_world", lambda job, size: scored)
     model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
-    assert not run_check(Check(str(model), pairs=1, processes=1), tmp_path / "table.json")
+    output = tmp_path / "new/table.json"
+    assert not run_check(Check(str(model), pairs=1, processes=1), output)
     shown = capsys.readouterr().out
     assert shown.count("TP=4: why not\n") == 1
-    table = json.loads((tmp_path / "table.json").read_text())
+    table = json.loads(output.read_text())
     assert [row["ok"] for row in table["rows"]] == [True, False]
     assert table["summary"] in shown

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, load_reward_model
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import LayoutSizes, destroy_layout, initialize_layout
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+from nemo_aligner.serving.engine.scorer import RewardScorer
+from nemo_aligner.tools import layouts_worker
+from nemo_aligner.tools.invariance import Scored
 from nemo_aligner.tools.layouts_worker import fitting_layouts, most_recomputation, run_world
 from nemo_aligner.utils.errors import PeerError
+from tests.harness import tiny
 
 SHAPE = ModelShape.from_config(
     {
@@ -67,3 +79,46 @@ def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[
         "CheckpointError: nowhere.nemo: there is no checkpoint. Pass a .nemo file, the folder that "
         "it unpacks to, a Hugging Face folder, or a .gguf file\n"
     )
+
+
+def test_new_processes_get_every_kind_of_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = tiny.chat("why", "so")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    texts = ["raw", chat, Conversation(chat, [tool]), Conversation(chat, principle="be brief")]
+    received = []
+
+    def score(checkpoint: str, samples: list[Any], precision: Precision) -> Scored:
+        received.extend(samples)
+        return Scored({}, np.zeros((4, 1)), [])
+
+    def run(arguments: list[str], size: int, variables: dict[str, str]) -> int:
+        return layouts_worker.main(*arguments[2:])
+
+    monkeypatch.setattr(layouts_worker, "score_everywhere", score)
+    monkeypatch.setattr(layouts_worker, "run_ranks", run)
+    monkeypatch.setattr(layouts_worker.gc, "freeze", lambda: None)
+    run_world({"checkpoint": "rm.nemo", "texts": texts, "precision": "fp32"}, 1)
+    assert received == texts
+
+
+def test_rewards_in_training_combine_turns_as_a_scorer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_reward_nemo(tmp_path / "rm.nemo", reads="turns", seq_length=64)
+    description = CheckpointDescription.read(path)
+    assert description.contract is not None
+    contract = replace(description.contract, aggregate="mean")
+    averaged = replace(description, contract=contract)
+    monkeypatch.setattr(layouts_worker.CheckpointDescription, "read", lambda _: averaged)
+    two_turns = [*tiny.chat("what is the river", "thank you"), *tiny.chat("why", "so")]
+    texts = [two_turns, tiny.chat("who sings", "the bird in the tree")]
+    with launch():
+        layout = initialize_layout()
+        loaded = load_reward_model(path, layout, Precision.fp32)
+        scorer = RewardScorer(loaded.model, contract, loaded.tokenizer, layout, 64)
+        wanted = score_all(scorer, texts)
+        rewards = layouts_worker._score_in_training(
+            path, texts, Precision.fp32, layout, Recompute.none
+        )
+        destroy_layout()
+    assert rewards == pytest.approx(wanted, abs=1e-5)

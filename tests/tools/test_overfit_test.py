@@ -171,5 +171,10 @@ def test_probe_swaps_labels_back_when_it_swaps_twice() -> None:
     better, worse = swap_labels(pairs).records.pairs().of(torch.arange(4))
     assert (better.tolist(), worse.tolist()) == ([1, 3], [0, 2])
     assert torch.equal(swap_labels(swap_labels(pairs)).records.ranks, pairs.records.ranks)
+    teacher = torch.tensor([2.0, 1.0, float("nan"), 0.5])
+    taught = replace(pairs, records=replace(pairs.records, teacher_rewards=teacher))
+    negated = swap_labels(taught).records.teacher_rewards
+    assert negated is not None
+    assert torch.equal(negated.nan_to_num(9.0), torch.tensor([-2.0, -1.0, 9.0, -0.5]))
     swapped = swap_labels(rated).records.labels.values
     assert torch.equal(swapped, rated.records.labels.values.flip(0))

@@ -309,6 +309,15 @@ def check_token(token: str | None) -> None:
         )
 
 
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # e.g. the address of IPv6 without its closing bracket
+        return False
+    is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+    return is_http and not parts.query and not parts.fragment
+
+
 def complete_urls(urls: Sequence[str]) -> list[str]:
     """Add ``http://`` where a scheme is missing, and drop duplicates.
 
@@ -318,9 +327,7 @@ def complete_urls(urls: Sequence[str]) -> list[str]:
     complete = []
     for url in urls:
         full_url = (url if "://" in url else f"http://{url}").rstrip("/")
-        parts = urlsplit(full_url)
-        is_valid = parts.scheme in ("http", "https") and parts.hostname
-        if not is_valid or parts.query or parts.fragment:
+        if not _is_server_url(full_url):
             raise ConfigError(f"url: got {hide_password(url)!r:.80}, wanted http://host:port")
         complete.append(full_url)
     if not complete:

@@ -1,6 +1,7 @@
 """``ContractCheck``: check that all rewards of a client have the same scoring contract.
 
-This is the expected contract or, if none is expected, the contract of the first reward.
+This is the expected contract or, if none is expected, the contract that was fetched first or that
+of the first reward, whichever came earlier.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """True if ``expect`` or the first reward has decided which contract is right."""
+        """True if ``expect``, a fetched contract or a reward has decided which one is right."""
         return self._expected is not None
 
     @property
@@ -114,10 +115,21 @@ class ContractCheck:
         if contract is not None:
             self.columns = len(contract.attributes)
 
+    def bind(self, server: str, contract: ScoringContract, fingerprint: str | None = None) -> None:
+        """Check a contract that the caller fetched; all later rewards must have this contract.
+
+        Raises:
+            OtherContractError: the contract or the model is not the expected one.
+        """
+        if self._expected is None:
+            self.check_fingerprint(server, fingerprint)
+            self._expected = _ServerContract(contract.hash, contract, server)
+        self.check_published(server, contract, fingerprint)
+
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and model of a reward; later rewards must have those of the first.
+        """Check the contract and model of a reward; later rewards must have the same contract.
 
         ``columns`` is the number of attributes of the reward.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ from nemo_aligner.utils.errors import ServingError, one_line
 LOWEST, HIGHEST = 1.0, 5.0
 MIDDLE_RANK = 3.5
 _LAST_RANK = 6.0
-# Limits: bytes of an answer, characters at its end that are searched for a verdict, and opening
-# braces that are tried as the beginning of a JSON object.
+# Limits: bytes of an answer, characters at its end that are searched for a verdict, and last
+# opening braces in them that are tried as the beginning of a JSON object.
 _MOST_BYTES, _MOST_CHARACTERS, _MOST_BRACES = 2**23, 2**16, 1000
 _SHOWN_CHARACTERS = 300  # length at which an error of the judge's server is cut in messages
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
@@ -333,17 +334,17 @@ def parse_verdict(text: str, num_responses: int) -> Verdict | None:
 
 
 def _find_objects(text: str) -> list[dict[str, Any]]:
-    """Return all JSON objects in a text that are not inside another one."""
-    decoder, objects, position = json.JSONDecoder(), [], text.find("{")
-    for _ in range(_MOST_BRACES):
-        if position < 0:
-            break
+    """Return the last JSON objects in a text that are not inside another one."""
+    decoder, objects, end = json.JSONDecoder(), [], 0
+    # Only the last braces are tried, because the verdict is the last object.
+    for brace in [*re.finditer("{", text)][-_MOST_BRACES:]:
+        if brace.start() < end:
+            continue
         try:
-            value, end = decoder.raw_decode(text, position)
-            objects.append(value)
+            value, end = decoder.raw_decode(text, brace.start())
         except (ValueError, RecursionError):
-            end = position + 1
-        position = text.find("{", end)
+            continue
+        objects.append(value)
     return objects
 
 

@@ -231,6 +231,8 @@ class ServerPool:
     async def fetch_contract(self) -> ScoringContract:
         """Return the scoring contract that a server publishes; it is the same for all servers.
 
+        All later rewards must have this contract, because the caller uses it to read them.
+
         Raises:
             ServingError: no server answers; or the server publishes no contract, or its contract
                 differs from that of earlier rewards.
@@ -238,11 +240,7 @@ class ServerPool:
 
         async def fetch(server: RemoteServer) -> ScoringContract:
             contract, fingerprint = await server.contract()
-            if self._contract_check.is_bound:
-                self._contract_check.check_published(server.name, contract, fingerprint)
-            else:
-                self._contract_check.check_fingerprint(server.name, fingerprint)
-                self._contract_check.fingerprints.accept(server.name, fingerprint)
+            self._contract_check.bind(server.name, contract, fingerprint)
             return contract
 
         return await self._call_server(fetch, 1)

@@ -200,6 +200,7 @@ def test_concurrent_requests_are_limited_and_a_pause_frees_a_slot() -> None:
         ('{"score_1": NaN, "score_2": 3}', None),
         ('{"score_1": 4, "score_2": 3, "ranking": 7}', None),
         ('{"score_1": 4}', None),
+        ('"{" ' * 1000 + '{"score_1": 2, "score_2": 5}', (2.0, 5.0)),
         ("{" * 100_000, None),
         ('{"a":' * 20_000, None),
         ("", None),

@@ -117,7 +117,7 @@ def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
     assert all(f"{url}, reward_model: connection refused" in error for url in urls)
     assert "no such host: nobody.invalid" in failure("http://nobody.invalid:5555")[1]
     wrong: list[Any] = ["ftp://somewhere", "http://", [], "http://a:1/?token=b", "http://a:1/#c"]
-    for url in wrong:
+    for url in [*wrong, "http://[::1"]:
         with pytest.raises(ConfigError, match="wanted http://host:port"):
             RewardClient(url)
 
@@ -172,12 +172,14 @@ def test_client_comes_again_after_trouble_until_it_has_its_reward(
         (503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4, 480_000)
     )
     begun = Die(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+    slow, early = ((status, {"error": "not computed"}) for status in (408, 425))
     cases: list[tuple[list[Any], dict[str, float], float]] = [
         ([full, full], {"retry_s": 0}, 0.6),
         ([Die(), fuller], {"retry_s": 0.3, "timeout_s": 5}, 0.4),
         ([Die(), fullest], {"timeout_s": 5}, 0.4),
         ([Die(), Die()], {}, 0),
         ([begun, begun], {}, 0),
+        ([slow, early], {}, 0),
     ]
     for troubles, settings, least in cases:
         lone.asked.clear()
@@ -399,6 +401,17 @@ def test_other_contract_is_refused_until_both_servers_have_one(
                 f"wanted {CONTRACT.hash}, which this server had before"
                 in seconds(client.score, ["a"])[1]
             )
+
+
+def test_rewards_have_the_contract_that_was_fetched_before_them(lone: Misbehaving) -> None:
+    """The caller weighs the rewards by the fetched contract, so another server's do not count."""
+    with RewardClient(lone.url) as client:
+        assert client.contract() == CONTRACT
+        lone.contract = OTHER
+        _, error = seconds(client.score, ["a"])
+        assert f"got the scoring contract {OTHER.hash}, wanted {CONTRACT.hash}" in error
+        lone.contract = CONTRACT
+        assert client.score(["a"])[0, 0] == 97
 
 
 def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:

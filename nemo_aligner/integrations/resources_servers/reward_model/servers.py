@@ -21,7 +21,7 @@ from yarl import URL
 _PAUSE_S = 0.5
 _STOP_S = 30.0
 # HTTP statuses with which a proxy or server reports that the server is gone or overloaded.
-_UNAVAILABLE = (429, 502, 503, 504)
+_UNAVAILABLE = (408, 425, 429, 502, 503, 504)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = ("transport_unreachable", "provider_unavailable")
 _SHOWN_CHARACTERS = 2000  # limit for an answer that an error message quotes
