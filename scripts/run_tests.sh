@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install missing dependencies, check lint, types and imports, and run the tests:
-#   bash scripts/run_tests.sh                          the quick tier: tests of up to 3 s
+#   bash scripts/run_tests.sh                          the quick tier: tests of up to 2 s
 #   bash scripts/run_tests.sh --all                    all tests, as CI does
 #   bash scripts/run_tests.sh tests/serving -k client  some tests; arguments go to pytest
 #   bash scripts/run_tests.sh --all --store-durations  all tests, and store their durations anew

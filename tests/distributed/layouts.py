@@ -19,7 +19,7 @@ from tests.data.files import rows_of, write
 from tests.harness import families, tiny
 from tests.training import jobs
 
-STEPS, PART = 4, 2
+STEPS, PART = 5, 2
 ATTRIBUTES = ("helpful", "clear")
 LORA = (
     "model.lora.rank=4",

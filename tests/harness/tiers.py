@@ -20,7 +20,7 @@ from tests.harness.launching import ROOT
 from tests.harness.once import TURNS
 
 FILE = ROOT / "tests" / "durations.json"
-QUICK_SECS = 3.0
+QUICK_SECS = 2.0
 KEPT_SECS = 2.0
 _PROPERTY = "measured"
 

@@ -1,4 +1,4 @@
-"""Four steps at every layout give the losses, norms, metrics and rewards of one process.
+"""Five steps at every layout give the losses, norms, metrics and rewards of one process.
 
 The cases cover every kind of objective and head, LoRA, frozen layers, fp16, recomputation, matmuls
 by oneDNN, gradient clipping, and resuming from the layout's own checkpoint. ``layouts.py`` lists
