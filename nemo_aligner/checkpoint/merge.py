@@ -33,7 +33,7 @@ from nemo_aligner.checkpoint.nemo.training_data import merge_training_data
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.contract.from_settings import describe_differences, find_conflicts
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import with_lora
@@ -191,12 +191,9 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
             if value != other_shape[name]
         ]
         raise CheckpointError(f"{problem}: the models differ: {'; '.join(differing)}")
-    differences = last.contract.differences(other.contract)
     if len(last.contract.attributes) != len(other.contract.attributes):
         may_differ = ()
-    conflicts = {
-        name: difference for name, difference in differences.items() if name not in may_differ
-    }
+    conflicts = find_conflicts(last.contract, other.contract, may_differ)
     if conflicts:
         raise CheckpointError(
             f"{problem}: the scoring contracts differ: {describe_differences(conflicts)}"

@@ -7,7 +7,7 @@ reward model, ``continue_contract`` compares it with that model's contract.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RewardModelType, as_yaml
@@ -407,6 +407,14 @@ def check_expected(contract: ScoringContract, expected: str | None, key: str) ->
             f"{expected}. Choose the model that has this contract; or, if rewards of the other one "
             f"are what you need, set {key}={contract.hash}"
         )
+
+
+def find_conflicts(
+    first: ScoringContract, second: ScoringContract, may_differ: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Map each field in which two contracts differ, except ``may_differ``, to its two values."""
+    differences = first.differences(second)
+    return {name: values for name, values in differences.items() if name not in may_differ}
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:

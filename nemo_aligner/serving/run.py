@@ -24,11 +24,12 @@ from nemo_aligner.config.ineffective import describe_ineffective_settings
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import describe_differences, find_conflicts
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.shared_body import Bodies
 from nemo_aligner.serving.critic import CriticBackend
-from nemo_aligner.serving.engine.ensemble import RewardEnsemble, describe_relevant_differences
+from nemo_aligner.serving.engine.ensemble import RewardEnsemble
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
@@ -215,12 +216,13 @@ def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringCon
             f"is {rewards.scored_position}), wanted a model with one reward for each sample, which "
             "critic_infer returns"
         )
-    differences = describe_relevant_differences(critic, rewards, _MAY_DIFFER)
+    differences = find_conflicts(critic, rewards, _MAY_DIFFER)
     if differences:
         raise ConfigError(
             f"rm_model_file: {path}: its scoring contract encodes samples differently from that of "
-            f"pretrained_checkpoint (critic -> reward model): {differences}. Use a reward model "
-            "with the critic's encoding, or serve this one by itself (nemo-aligner serve)"
+            f"pretrained_checkpoint (critic -> reward model): {describe_differences(differences)}. "
+            "Use a reward model with the critic's encoding, or serve this one by itself "
+            "(nemo-aligner serve)"
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.contract.from_settings import describe_differences, find_conflicts
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.token_scorer import TokenCounts, TokenScorer
@@ -120,19 +120,9 @@ def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
             ``ensemble.files`` and the differences.
     """
     for number, contract in enumerate(contracts[1:], start=1):
-        differences = describe_relevant_differences(contracts[0], contract, _MAY_DIFFER)
+        differences = find_conflicts(contracts[0], contract, _MAY_DIFFER)
         if differences:
             raise ConfigError(
                 f"ensemble.files: model {number} has another scoring contract than rm_model_file: "
-                + differences
+                + describe_differences(differences)
             )
-
-
-def describe_relevant_differences(
-    first: ScoringContract, second: ScoringContract, may_differ: Collection[str]
-) -> str:
-    """Describe the fields in which two contracts differ; empty if only ``may_differ`` do."""
-    differences = first.differences(second)
-    return describe_differences(
-        {name: values for name, values in differences.items() if name not in may_differ}
-    )
