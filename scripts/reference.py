@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,6 @@ from typing import Any
 import griffe
 
 from nemo_aligner.cli.main import VERBS, load
-from nemo_aligner.cli.parser import Parser
 from nemo_aligner.config.common import as_yaml
 from nemo_aligner.config.compat import FILES, RULES, KeyRule
 from nemo_aligner.config.describe import Key, list_keys
@@ -70,22 +70,16 @@ def render_settings() -> str:
     verbs: dict[tuple[Key, ...], str] = {}
     for verb in VERBS:
         parser = load(verb).new_parser()
-        parts.append(f"## {verb}\n\n```text\n{_help_without_settings(parser)}\n```\n")
+        parts.append(f"## {verb}\n\n```text\n{ArgumentParser.format_help(parser).rstrip()}\n```\n")
         if parser.schema is None:
             continue
-        keys = tuple(list_keys(parser.schema))
+        keys = list_keys(parser.schema)
         if keys in verbs:
             parts.append(f"Its settings are those of [{verbs[keys]}](#{verbs[keys]}).\n")
         else:
             verbs[keys] = verb
             parts += _render_sections(verb, keys)
     return "\n".join(parts)
-
-
-def _help_without_settings(parser: Parser) -> str:
-    if parser.schema is not None:
-        parser.epilog = None
-    return parser.format_help().rstrip()
 
 
 def _render_sections(verb: str, keys: Sequence[Key]) -> Iterator[str]:

@@ -48,6 +48,13 @@ class Parser(argparse.ArgumentParser):
 
     schema: type | None = None
 
+    def format_help(self) -> str:
+        """Render the help text, which ends with the settings, if there are any."""
+        text = super().format_help()
+        if self.schema is None:
+            return text
+        return f"{text}\nsettings and their defaults:\n\n{render_keys(self.schema)}\n"
+
     def __init__(
         self,
         verb: str,
@@ -55,12 +62,10 @@ class Parser(argparse.ArgumentParser):
         setting_keys: Sequence[str] = (),
         *,
         settings_are_flags: bool = True,
-        epilog: str | None = None,
     ) -> None:
         super().__init__(
             prog=f"{PROGRAM} {verb}",
             description=_wrap_paragraphs(description),
-            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             # Flags cannot be abbreviated: a new flag with the same prefix would make it ambiguous.
             allow_abbrev=False,
@@ -72,7 +77,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line; an invalid one ends the process with exit code 2."""
         # argparse has no public list of its flags, so they are parsed from its help text.
-        flags = re.findall(r"--[\w-]+", self.format_help())
+        flags = re.findall(r"--[\w-]+", super().format_help())
         options_end = _find_end_of_options(argv)
         for word, following in pairwise([*argv[:options_end], ""]):
             flag = word.partition("=")[0]
@@ -187,7 +192,6 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
         description,
         [key.name for key in list_keys(schema)],
         settings_are_flags=False,
-        epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
     parser.schema = schema
     # This default is also for verbs without --processes: ``starts_ranks`` reads ``processes``.

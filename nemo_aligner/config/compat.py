@@ -9,8 +9,10 @@ translated, rejected with a reason, or reported in a note as ignored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -93,7 +95,7 @@ class Translation:
 
     def __init__(self, rules: Sequence[KeyRule]) -> None:
         self._rules = rules
-        self._settings = OmegaConf.create({})
+        self._updates: list[DictConfig] = []
         # For each key the last update that sets it; only this one counts.
         self._last_update: dict[str, DictConfig] = {}
         # Notes by the key that gets the value; by NeMo-Aligner's key if the value is appended.
@@ -111,10 +113,16 @@ class Translation:
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         self._last_update |= dict.fromkeys((key for key, _ in _list_leaves(tree)), update)
-        try:
-            self._settings = OmegaConf.merge(self._settings, update)  # type: ignore[assignment]
-        except OmegaConfBaseException:
-            return  # the update is invalid; ``_Merging`` in ``load.py`` reports this later
+        self._updates.append(update)
+
+    @cached_property
+    def _settings(self) -> DictConfig:
+        """All registered updates merged, without those that cannot be: ``load.py`` reports them."""
+        merged = OmegaConf.create({})
+        for update in self._updates:
+            with suppress(OmegaConfBaseException):
+                merged = OmegaConf.merge(merged, update)  # type: ignore[assignment]
+        return merged
 
     def translate(self, update: DictConfig, location: str) -> DictConfig:
         """Translate the keys of a settings file, or of a ``key=value`` argument, to our keys.
@@ -170,7 +178,9 @@ class Translation:
         matching_rules = (
             rule
             for rule in self._rules
-            if fnmatchcase(key, rule.key) or key.startswith(f"{rule.key}.")
+            if key == rule.key
+            or key.startswith(f"{rule.key}.")
+            or ("*" in rule.key and fnmatchcase(key, rule.key))
         )
         return next(matching_rules, None)
 

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from os import PathLike
 from pathlib import Path
@@ -51,13 +52,24 @@ class Key:
     help_text: str
 
 
-def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every setting of ``schema``, including the settings in nested sections."""
-    hints, defaults = get_type_hints(schema), schema()
+@cache
+def types_of_fields(schema: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; their annotations are texts, slow to evaluate."""
+    return get_type_hints(schema)
+
+
+@cache
+def list_keys(schema: type) -> tuple[Key, ...]:
+    """List every setting of ``schema``, including the settings in nested sections."""
+    return tuple(_walk_keys(schema, ""))
+
+
+def _walk_keys(schema: type, prefix: str) -> Iterator[Key]:
+    hints, defaults = types_of_fields(schema), schema()
     for item in fields(schema):
         kind = hints[item.name]
         if is_dataclass(kind):
-            yield from list_keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+            yield from _walk_keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
         else:
             yield Key(
                 name=prefix + item.name,

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LIBRARIES = (
-    "numpy", "yaml", "omegaconf", "safetensors.torch", "torch", "torch.distributed.checkpoint",
-    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension", "torch._dynamo",
-    "torch.utils.tensorboard", "transformers", "transformers.models.auto.tokenization_auto",
-    "aiohttp", "fastapi", "uvicorn", "prometheus_client",
+    "numpy", "numpy.ma", "yaml", "omegaconf", "safetensors.torch", "torch",
+    "torch.distributed.checkpoint", "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension", "torch.utils.tensorboard", "torch._dynamo", "transformers",
+    "transformers.models.auto.tokenization_auto", "aiohttp", "fastapi", "uvicorn",
+    "prometheus_client",
 )  # fmt: skip
 # Modules that import nearly all others of the package, and megatron-core.
 OURS = (
@@ -49,6 +50,7 @@ def main() -> dict[str, Any] | None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # it is for the interpreter that goes down, and forks only exit
     try_template()
+    read_defaults()
     assert len(os.listdir("/proc/self/task")) == 1, "a library started a thread: it may not fork"
     gc.freeze()
     scripts: dict[int, int] = {}  # process id by a descriptor that is readable once it has ended
@@ -92,6 +94,17 @@ def try_template() -> None:
     from tests.harness.template import BOS, CHATML, EOS
 
     check_terminates(ChatTemplate(CHATML, BOS, EOS))
+
+
+def read_defaults() -> None:
+    """Build OmegaConf's defaults of the verbs' settings, which takes 0.04 s of CPU time a verb."""
+    from nemo_aligner.config.evaluation import EvaluateConfig
+    from nemo_aligner.config.load import load_config
+    from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
+    from nemo_aligner.config.training import TrainConfig
+
+    for schema in (TrainConfig, EvaluateConfig, ServeConfig, ServeCriticConfig):
+        load_config(schema)
 
 
 def answer(**values: int) -> None:
