@@ -135,7 +135,7 @@ def config_to_dict(config: object) -> dict[str, Any]:
 
 @cache
 def _read_defaults(schema: type) -> DictConfig:
-    """Return the defaults of ``schema``, to be copied: a copy takes OmegaConf a sixth of the time."""
+    """Return the defaults of ``schema``, to be copied: OmegaConf copies them six times as fast."""
     return OmegaConf.structured(schema)  # type: ignore[no-any-return]
 
 
