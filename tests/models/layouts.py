@@ -59,9 +59,10 @@ MIXTURES = [
     "qwen3_next", "gpt_oss", "nemotron_h_moe", "gemma4_moe",
 ]  # fmt: skip
 # What is there of linear attention, which context parallelism does not split.
-HYBRIDS = [
-    "qwen3_5", "qwen3_5_untied", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe",
-]  # fmt: skip
+HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe"]
+# Mixtures that context parallelism splits: a shared expert, groups of experts, attention sinks, and
+# heads of two sizes. Routers do not see it.
+MIXTURES_OF_CONTEXTS = ["qwen2_moe", "deepseek_v3", "gpt_oss", "gemma4_moe"]
 # What is there of layers that read the token's embedding, which only the first stage has.
 OF_ONE_STAGE = ["gemma4_small"]
 # One case for each kind of attention. CP=2+ring has only these, because the ring is a backend of
@@ -335,6 +336,8 @@ def is_split_by(layout: Any, case: str) -> bool:
         return False
     is_plain = case not in {*ATTENTIONS, *MIXTURES, *HYBRIDS}
     if is_plain and layout.pp == 1 and not layout.sequence_parallel and layout.tp * layout.cp > 1:
+        return False
+    if layout.cp > 1 and case in MIXTURES and case not in MIXTURES_OF_CONTEXTS:
         return False
     is_one_stage = layout.pp == 1 or case not in OF_ONE_STAGE
     has_experts = layout.ep == 1 or case in MIXTURES

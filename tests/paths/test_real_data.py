@@ -60,16 +60,8 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(gguf: Path) -> Path:
-    """SmolLM2 as a base ``.nemo``."""
-    base = gguf.with_name("base.nemo")
-    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base))
-    return base
-
-
-@pytest.fixture(scope="module")
-def smollm2_for_two_ranks(gguf: Path) -> Path:
     """SmolLM2 as a base for two tensor parallel ranks; it has 9 attention heads."""
-    base = gguf.with_name("two.nemo")
+    base = gguf.with_name("base.nemo")
     options = ("--tensor-parallel", "2")
     tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *options)
     return base
@@ -79,7 +71,7 @@ def prompts(path: Path) -> set[str]:
     return {row["chosen"].split("\n\nAssistant:")[0] for row in rows_of(path)}
 
 
-def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
+def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
     """HH pairs are split and trained on; evaluation repeats validation, in any batch."""
     data, run, report = (tmp_path / name for name in ("data", "run", "report.json"))
     source = sample(PAIRS, tmp_path, 40)
@@ -88,7 +80,7 @@ def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
     assert prompts(heldout).isdisjoint(prompts(train))
     tiny.run_verb(
         "train",
-        *tiny.training(smollm2_for_two_ranks, run, train, heldout),
+        *tiny.training(smollm2, run, train, heldout),
         "model.data.seq_length=128",
         "model.data.overlong=truncate_left",
         "model.micro_batch_tokens=512",
@@ -229,10 +221,10 @@ def gemma3_archive(gemma3: Path) -> Path:
     template = gemma3.with_name("template.jinja")
     template.write_text(GEMMA_TEMPLATE)
     tiny.run_verb("convert", "--input", str(gemma3), "--output", str(base))
-    pairs = [tiny.write_pairs(gemma3.with_name(f"{n}.jsonl"), 8, n) for n in range(2)]
+    pairs = tiny.write_pairs(gemma3.with_name("pairs.jsonl"), 8)
     tiny.run_verb(
         "train",
-        *tiny.training(base, run, *pairs),
+        *tiny.training(base, run, pairs),
         f"model.data.template={template}",
         "trainer.precision=bf16",
         "model.freeze_layers=16",
@@ -253,17 +245,6 @@ def gemma3_export(gemma3_archive: Path) -> Path:
 def test_gemma3_is_one_model_from_its_training_to_transformers(
     gemma3_archive: Path, gemma3_export: Path
 ) -> None:
-    run, report = gemma3_archive.parents[1], gemma3_archive.with_name("report.json")
-    heldout = run.with_name("1.jsonl")
-    tiny.run_verb(
-        "evaluate", f"rm_model_file={gemma3_archive}", f"data.path={heldout}", f"output={report}",
-        timeout=600,
-    )  # fmt: skip
-    content, logged = json.loads(report.read_text()), tiny.logged(run)
-    for name in ("loss", "accuracy", "reward_margin"):
-        *_, last = logged[f"validation-1/{name}"].values()
-        assert content["metrics"][name] == pytest.approx(last, rel=1e-9)
-    assert content["metrics"]["reward_margin"] != 0
     ours = na.RewardModel.from_pretrained(gemma3_archive).score(GEMMA_TEXTS)
     assert ours.std() > 0.01
     release_models()

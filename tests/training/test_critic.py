@@ -102,7 +102,7 @@ def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[s
     }
 
 
-@pytest.mark.parametrize(("names", "processes"), [("one", 1), ("tp2,tp2_sp,pp2,dp2,cp2", 2)])
+@pytest.mark.parametrize(("names", "processes"), [("one", 1), ("tp2_sp,pp2,dp2,cp2", 2)])
 def test_critic_losses_and_weights_are_those_written_out(
     names: str,
     processes: int,

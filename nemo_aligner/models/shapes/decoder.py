@@ -395,9 +395,9 @@ class ModelShape:
     def cached_token_bytes(self, element_bytes: int) -> int:
         """Count the bytes of a token in a server's prefix cache, over all ranks of a model.
 
-        Without latent attention it has the keys and values of every full attention layer. With it,
-        a layer has one latent and one key, counted once although every tensor parallel rank has
-        them.
+        Without latent attention it has the keys and values of every full attention layer with keys
+        of its own. With it, a layer has one latent and one key, counted once although every tensor
+        parallel rank has them.
         """
         layers = [self.of_layer(number + 1) for number in range(self.num_layers)]
         widths = (
@@ -405,7 +405,7 @@ class ModelShape:
             if layer.latent_attention is None
             else layer.latent_attention.latent_width
             for layer in layers
-            if layer.has_mixer and layer.linear_attention is None
+            if layer.has_mixer and layer.has_keys and layer.linear_attention is None
         )
         return element_bytes * sum(widths)
 

@@ -265,8 +265,8 @@ BY_LENGTH = {
 # Decoders with each kind of attention, norm and feed-forward layer. For every decoder, families/
 # and tests/models compare the conversion, rewards, gradients and export.
 KINDS = [
-    "gpt_neox", "starcoder2", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v2",
-    "glm4_moe_lite", "qwen3_5_moe_text", "nemotron_h", "gemma4_text",
+    "gpt_neox", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "glm4_moe_lite",
+    "qwen3_5_moe_text", "nemotron_h", "gemma4_text",
 ]  # fmt: skip
 
 

@@ -40,7 +40,18 @@ from tests.checkpoint.hf.exporting import (
     tensors_of,
 )
 from tests.harness import tiny
+from tests.harness.launching import run_code
 
+WITHOUT_A_NETWORK = """
+import sys
+from pathlib import Path
+from nemo_aligner.cli.main import main
+output = Path(sys.argv[1])
+options = ("convert", "--output", str(output), "--input")
+code = main([*options, "some-org/Lost"])
+print("LOST", code, output.parent.exists())
+sys.exit(main([*options, "some-org/Tiny-RM"]))
+"""
 pytestmark = pytest.mark.usefixtures("layout")
 
 
@@ -338,12 +349,10 @@ def test_conversion_without_a_network_reads_the_cache_of_the_hub(
     shutil.copytree(reward_checkpoint, model / "snapshots" / commit)
     (model / "refs").mkdir()
     (model / "refs/main").write_text(commit)
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    options = ("--output", str(tmp_path / "out/rm.nemo"), "--input")
-    lost = tiny.run_verb("convert", *options, "some-org/Lost", env=environment, check=False)
-    assert lost.returncode == 1
-    assert "CheckpointError: some-org/Lost: there is no such folder, and no such" in lost.stderr
-    assert "Traceback" not in lost.stderr
-    assert not (tmp_path / "out").exists()
-    done = tiny.run_verb("convert", *options, "some-org/Tiny-RM", env=environment)
-    assert "llama reward model with the output reward" in done.stdout
+    environment = tiny.environment(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    done = run_code(WITHOUT_A_NETWORK, str(tmp_path / "out/rm.nemo"), environment=environment)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.partition("LOST 1 False\n")[2]
+    assert "CheckpointError: some-org/Lost: there is no such folder, and no such" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "llama reward model with the output reward" in found

@@ -64,8 +64,9 @@ def test_check_of_every_layout_batch_and_the_server(
 def test_check_in_a_world_of_torchrun_takes_its_layouts_and_keeps_the_verdicts_of_bf16(
     plain: Path, inputs: Path, tmp_path: Path
 ) -> None:
+    """Its ranks are forks, with torchrun's variables."""
     in_bf16 = ("--pairs=3", "--precision=bf16")
-    shown, rows = check(plain, inputs, tmp_path, *in_bf16, processes=2, fresh=True)
+    shown, rows = check(plain, inputs, tmp_path, *in_bf16, processes=2)
     layouts = (
         "TP=1 PP=1 DP=2",
         "TP=2 PP=1 DP=1",

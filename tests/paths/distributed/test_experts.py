@@ -18,7 +18,6 @@ SETTINGS = (
     "model.optim.sched.name=constant",
     "model.train_router=true",
     "trainer.rm.save_interval=2",
-    "trainer.rm.val_check_interval=2",
     "model.optim.eps=1e-4",
 )
 TP2 = (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"))
@@ -47,7 +46,7 @@ def test_mixture_goes_on_at_other_layouts_as_in_one_process(
     settings = SETTINGS[:1] + SETTINGS[2:] if lora else SETTINGS
 
     def train(folder: Path, steps: int, processes: int, *more: str) -> None:
-        arguments = (*tiny.training(base, folder, pairs, pairs), *settings, *more)
+        arguments = (*tiny.training(base, folder, pairs), *settings, *more)
         rank, last = f"model.lora.rank={lora}", f"trainer.rm.max_steps={steps}"
         tiny.run_verb("train", *arguments, rank, last, processes=processes)
 
@@ -91,7 +90,7 @@ def test_decoder_goes_on_at_other_layouts_as_in_one_process(case: str, tmp_path:
     settings = [line for line in SETTINGS if case in MIXTURES or "router" not in line]
 
     def train(folder: Path, steps: int, processes: int, *more: str) -> None:
-        arguments = (*tiny.training(base, folder, pairs, pairs), *settings, *more)
+        arguments = (*tiny.training(base, folder, pairs), *settings, *more)
         tiny.run_verb("train", *arguments, f"trainer.rm.max_steps={steps}", processes=processes)
 
     train(tmp_path / "one", 2 * len(layouts), 1)

@@ -40,9 +40,8 @@ def test_failing_ranks_say_one_error_once(who: str, what: str, said: str) -> Non
     [
         ("data", 1, "rank 1: DataError: a.jsonl:3: got 3\n"),
         ("exit", 3, ""),
-        ("exit in thread", 3, ""),
     ],
-    ids=["data", "exit", "exit in thread"],
+    ids=["data", "exit"],
 )
 def test_own_launcher_adds_nothing_to_the_error_and_has_its_exit_code(
     what: str, code: int, said: str
@@ -80,6 +79,10 @@ def test_failing_rank_says_one_line_without_a_launcher_that_ends_the_others(
     ends = [(1, ""), (1, "")]
     ends[who] = (1, f"rank {who}: DataError: a.jsonl:3: got 3\n")
     assert fail_unattended(str(who), "data", tmp_path) == ends
+
+
+def test_exit_in_a_thread_is_the_exit_of_all_ranks(tmp_path: Path) -> None:
+    assert fail_unattended("1", "exit in thread", tmp_path) == [(3, ""), (3, "")]
 
 
 def test_lost_rank_is_an_error_where_nobody_else_says_so(tmp_path: Path) -> None:

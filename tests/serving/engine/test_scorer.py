@@ -20,7 +20,10 @@ from tests.serving.engine.batch_invariance import traffic
 from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
 
 # Full attention, windows, windows in every other layer with softcaps, and norms after RoPE.
-CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3", "hunyuan")
+CASES = (
+    "llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3", "hunyuan",
+    "gemma4_small",
+)  # fmt: skip
 SIZES = {
     "one": LayoutSizes(),
     "TP=2": LayoutSizes(tp=2),
