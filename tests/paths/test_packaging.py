@@ -20,7 +20,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import PAGES, name_of
 from tests.harness import tiny
-from tests.harness.launching import ROOT
+from tests.harness.launching import ROOT, run_code
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 ASK = """
@@ -33,12 +33,14 @@ print(load_config(TrainConfig, [], "train_reward_model_cpu").model.freeze_layers
 print(install_command("gguf"))
 print(install_command())
 """
+# Prints which packages of others are loaded once a module has been imported, for each module.
 LOADED = """
 import importlib, sys
-importlib.import_module(sys.argv[1])
 servers = {"pytriton", "fastapi", "uvicorn", "prometheus_client", "pydantic"}
 slow = {"torch._dynamo", "lightning", "transformers"}
-print(*(servers | slow) & sys.modules.keys())
+for name in sys.argv[1:]:
+    importlib.import_module(f"nemo_aligner.{name}")
+    print(name, *(servers | slow) & sys.modules.keys())
 """
 NVIDIAS = "Metadata-Version: 2.2\nName: nemo_aligner\nVersion: 0.7.0\nAuthor: NVIDIA\n"
 
@@ -197,7 +199,8 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
 def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
     """The client needs no extra, ``train`` no server packages, and a server no Triton.
 
-    Nor does a command import what would double the time until it starts.
+    Nor does a command import what would double the time until it starts. One process imports them
+    in this order, so each is charged with what those before it import.
     """
     front = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
     slow = {"torch._dynamo", "lightning", "transformers"}
@@ -209,14 +212,9 @@ def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
         "training.run": {"pytriton", *front, *slow},
         "serving.run": {"pytriton", *slow},
     }
-    wrong = {}
-    for name, of_others in missing.items():
-        done = subprocess.run(
-            [sys.executable, "-c", LOADED, f"nemo_aligner.{name}"],
-            capture_output=True,
-            text=True,
-            env=tiny.environment(),
-        )
-        if done.returncode or of_others & set(done.stdout.split()):
-            wrong[name] = done.stdout or done.stderr[-500:]
-    assert not wrong, wrong
+    done = run_code(LOADED, *missing, environment=tiny.environment())
+    assert done.returncode == 0, done.stderr[-500:]
+    loaded = {name: set(others) for name, *others in map(str.split, done.stdout.splitlines())}
+    assert loaded.keys() == missing.keys()
+    wrong = {name: loaded[name] & others for name, others in missing.items()}
+    assert not any(wrong.values()), wrong

@@ -26,7 +26,7 @@ from nemo_aligner.serving import server as server_module
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.running_calls import RunningCalls
 from tests.harness import tiny
-from tests.harness.launching import free_port, run_local_ranks
+from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import eventually
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 from tests.serving.servers import (
@@ -313,7 +313,7 @@ def test_server_that_cannot_start_says_so_in_one_line_of_one_rank(tmp_path: Path
             f"ready_file={tmp_path}": f"server.ready_file: {tmp_path}: cannot be written",
         }
         for setting, beginning in beginnings.items():
-            done = run_local_ranks([FAKE, "port=0", setting], tiny.environment())
+            done = tiny.run_script(FAKE, "port=0", setting, processes=2, check=False)
             assert done.returncode == 1
             (line,) = done.stderr.splitlines()
             assert line.startswith(f"ServingError: {beginning}")

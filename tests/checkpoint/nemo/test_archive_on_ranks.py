@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import tiny
-from tests.harness.launching import launch_script, start_local_ranks
+from tests.harness.launching import free_port, launch_script, rank_environment, start_script
 from tests.utils.test_processes import is_empty_soon
 
 READ = """
@@ -115,20 +115,22 @@ def test_archive_that_one_rank_cannot_unpack_or_open_is_the_same_error_on_all_ra
 def test_archive_unpacked_for_ranks_is_gone_after_a_signal(
     script: Path, base: Path, tmp_path: Path
 ) -> None:
-    orders = (signal.SIGTERM, signal.SIGINT)
+    """A launcher sends it to every rank; see paths/distributed/test_local_ranks.py."""
     started = {}
-    for order in orders:
-        started[order] = start_local_ranks(
-            *prepare(script, base, tmp_path / order.name, order.name)
-        )
+    for order in (signal.SIGTERM, signal.SIGINT):
+        command, environment = prepare(script, base, tmp_path / order.name, order.name)
+        port = free_port()
+        ranks = [rank_environment(rank, 2, port) for rank in range(2)]
+        output = tmp_path / f"{order.name}.log"
+        started[order] = start_script(command, environment, ranks, output)
     end = time.monotonic() + 60
-    for order, process in started.items():
+    for order, processes in started.items():
         folder = tmp_path / order.name
         while len(list((folder / "marks").iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.05)
         assert list((folder / "scratch").iterdir())
-        process.send_signal(order)
-    for order, process in started.items():
-        process.communicate(timeout=60)
-        assert process.returncode != 0
+        for process in processes:
+            process.send_signal(order)
+    for order, processes in started.items():
+        assert all(process.wait(timeout=60) != 0 for process in processes)
         assert is_empty_soon(tmp_path / order.name / "scratch"), order

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.data.records import PAIR_COLUMNS
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -80,6 +80,13 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
 }
 
 
+class OfTrl(NamedTuple):
+    """A tokenizer, and the token ids that TRL makes with it by data set."""
+
+    tokenizer: Tokenizer
+    ids: dict[str, Any]
+
+
 def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
     """The tiny tokenizer with a template that renders tools; it may add BOS."""
     from tokenizers.processors import TemplateProcessing
@@ -105,23 +112,31 @@ def read_ids(
     return [[ids.tolist() for ids in train.record(number)] for number in range(len(train))]
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_data_sets_of_trl_have_its_token_ids(
-    adds_bos: bool, tmp_path: Path, trl_python: Path
-) -> None:
-    """All data sets with format=trl; without it, strings become turns, or have no EOS."""
-    folder = write_tokenizer(tmp_path / "tokenizer", adds_bos)
-    shapes = {**STRINGS, **CHATS}
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps({**shapes, "EOS": WITH_EOS}))
+@pytest.fixture(scope="module")
+def of_trl(tmp_path_factory: pytest.TempPathFactory, trl_python: Path) -> dict[bool, OfTrl]:
+    """Tokenizers that add BOS, or not, and TRL's token ids of all data sets with each."""
+    work = tmp_path_factory.mktemp("trl")
+    folders = {adds: write_tokenizer(work / f"adds_bos_{adds}", adds) for adds in (False, True)}
+    data = work / "data.json"
+    data.write_text(json.dumps({**STRINGS, **CHATS, "EOS": WITH_EOS}))
     script = tiny.ROOT / "tests/data/formats/trl_ids.py"
-    command = [trl_python, script, folder, data, tmp_path / "work"]
+    command = [trl_python, script, data, work / "work", *folders.values()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    theirs = json.loads(done.stdout.strip().splitlines()[-1])
-    contracts = Contracts(load_tokenizer(folder))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("IDS ")]
+    ids = [json.loads(line.removeprefix("IDS ")) for line in lines]
+    found = zip(folders.items(), ids, strict=True)
+    return {adds: OfTrl(load_tokenizer(folder), theirs) for (adds, folder), theirs in found}
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_data_sets_of_trl_have_its_token_ids(
+    adds_bos: bool, tmp_path: Path, of_trl: dict[bool, OfTrl]
+) -> None:
+    """All data sets with format=trl; without it, strings become turns, or have no EOS."""
+    contracts, theirs = Contracts(of_trl[adds_bos].tokenizer), of_trl[adds_bos].ids
     assert read_ids(tmp_path, contracts, WITH_EOS, format="trl") == theirs["EOS"]
-    for name, rows in shapes.items():
+    for name, rows in {**STRINGS, **CHATS}.items():
         assert read_ids(tmp_path, contracts, rows, format="trl") == theirs[name], name
         assert (read_ids(tmp_path, contracts, rows) == theirs[name]) == (name in CHATS), name
 

@@ -1,7 +1,7 @@
 """Print the token ids that TRL's RewardTrainer makes of data sets; run where TRL is installed.
 
-``trl_ids.py TOKENIZER DATA.json WORK`` prints, for each of the data sets in the file, by name, the
-ids of the chosen and the rejected text of every record.
+``trl_ids.py DATA.json WORK TOKENIZER...`` prints a line for each tokenizer: for each of the data
+sets in the file, by name, the ids of the chosen and the rejected text of every record.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
 
-def main(tokenizer_folder: str, data: str, work: str) -> None:
+def main(data: str, work: str, *tokenizers: str) -> None:
+    for folder in tokenizers:
+        print(f"IDS {json.dumps(ids_of(data, work, folder))}")
+
+
+def ids_of(data: str, work: str, tokenizer_folder: str) -> dict[str, list[Any]]:
     found = {}
     for name, rows in json.loads(Path(data).read_text()).items():
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -33,7 +39,7 @@ def main(tokenizer_folder: str, data: str, work: str) -> None:
         )
         columns = trainer.train_dataset
         found[name] = [[row["chosen_ids"], row["rejected_ids"]] for row in columns]
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

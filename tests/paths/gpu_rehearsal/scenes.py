@@ -192,7 +192,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
-    """For each rank: two steps, a forward pass, inference if it scores, and a state to save."""
+    """For each rank: one or two steps, a forward pass, inference if it scores, a state to save."""
     expected = LayoutSizes(**sizes)
     result: Found = {"collectives": [], "ranks": []}
     for rank in range(expected.num_ranks):
@@ -240,7 +240,11 @@ def one_rank(
     wrapped = wrap_for_training(model)
     optimizer = build_optimizer(wrapped, OptimConfig(lr=1e-5), 1.0, 10)
     batches = packs_of(layout, prefix)
-    for packs in (batches[:1], batches):
+    # The last step is recorded. It is the second one with offload, which reuses host buffers; with
+    # other ranks, whose collectives follow those of an update; and with LoRA, where the first step
+    # copies NF4's values to the GPU.
+    is_second = offload or shape.lora is not None or layout.num_ranks > 1
+    for packs in (batches[:1], batches) if is_second else (batches,):
         with watch.during("step"), watching_streams(offload, unheeded) as races:
             wrapped.train()
             wrapped.zero_grad_buffer()
@@ -278,21 +282,22 @@ def one_rank(
             result["planned at rest"] = planned.weights + planned.gradients + planned.optimizer
     optimizer.finish_update()
     if scored:
-        infer(wrapped, batches, layout)
+        infer(wrapped, batches if layout.pp > 1 else batches[:1], layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return result
 
 
 class PeakBytes(TorchDispatchMode):
-    """Records the peak bytes on the GPU after every operation."""
+    """Records the peak bytes on the GPU, which are more only after an operation with new memory."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._watch, self.peak = watch, 0
+        self._watch, self.peak = watch, watch.allocated()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._watch.allocations
         out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.prim.device.default:
+        if self._watch.allocations > before:
             self.peak = max(self.peak, self._watch.allocated())
         return out
 
@@ -309,8 +314,8 @@ def watching_streams(is_wanted: bool, unheeded: Sequence[str]) -> Iterator[Count
         yield streams.races
 
 
-def attention(watch: Watch) -> Found:
-    """Forward and backward of every GPU backend on random packs, for one in 13 of its cases.
+def attention(watch: Watch, every: int) -> Found:
+    """Forward and backward of every GPU backend on random packs, for one in ``every`` of its cases.
 
     Ring attention needs threads, and torch's modes apply to one thread; layouts' steps test it.
     """
@@ -322,7 +327,7 @@ def attention(watch: Watch) -> Found:
             for case in cases_of(backend, "cuda", (dtype,), channels=64)
             if not case.uses_ring
         ]
-        for seed, case in enumerate(cases[::13]):
+        for seed, case in enumerate(cases[::every]):
             pack = RandomPack.draw(seed, with_cache=not case.learns)
             batch = pack.batch()
             tables = draw_tables(case.key_heads, case.channels, case.dtype)

@@ -58,6 +58,7 @@ class Watch(TorchDispatchMode):
         self.collectives: dict[str, list[Any]] = defaultdict(list)
         self.phases: dict[str, Seen] = {}
         self.unfinished = 0  # operations since the last wait
+        self.allocations = 0  # storages on the GPU until now
         self._seen = Seen()  # outside any phase
         self._storages = WeakIdKeyDictionary()
         self._locked: dict[int, Any] = {}  # by the start address of page-locked memory
@@ -119,9 +120,14 @@ class Watch(TorchDispatchMode):
         self.unfinished += 1
         out = self._on_gpu(func, args, kwargs)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
-                self._storages[tensor.untyped_storage()] = None
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                self._remember(tensor.untyped_storage())
         return out
+
+    def _remember(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._storages:
+            self._storages[storage] = None
+            self.allocations += 1
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], has_fakes: bool) -> Any:
         is_locked = kwargs.pop("pin_memory", False)
