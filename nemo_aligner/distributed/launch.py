@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -274,13 +274,13 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
         BaseException: ``error`` itself, if this rank failed first.
     """
     text = describe_error(error)
-    try:
+    is_first = is_shared = False
+    # The store raises an error if it is gone, because rank 0, which hosts it, has ended.
+    with suppress(Exception):
         store.set_timeout(_STORE_WAIT)
         store.set(f"{_COUNT}/{process.rank}", text)
         is_first = store.add(_COUNT, 1) == 1
         is_shared = is_first and _all_report(text, store, process.world_size)
-    except Exception:  # the store is gone, because rank 0, which hosts it, has ended
-        is_first = is_shared = False
     if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
         raise error
     if not is_first:

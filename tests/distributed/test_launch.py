@@ -180,6 +180,14 @@ def test_threads_of_the_ranks_share_the_cores_that_they_may_use(
         assert threads == ([] if expected is None else [expected])
 
 
+def test_rank_that_fails_first_says_so_when_the_store_is_gone_with_rank_0() -> None:
+    """Rank 0, which hosts the store under srun, counts second and ends at once."""
+    store = Mock(add=Mock(side_effect=[1, dist.DistNetworkError("connection reset")]))
+    rank_1 = Process(1, 2, 1, 2, ("127.0.0.1", 1))
+    with pytest.raises(ConfigError, match="seed: got -1"):
+        launching.fail_once(ConfigError("seed: got -1"), store, rank_1)
+
+
 def test_layout_sizes_leave_the_rest_to_data_parallelism_or_do_not_fit() -> None:
     for ranks, tp, pp, dp in ((1, 1, 1, 1), (8, 2, 2, 2), (8, 8, 1, 1), (6, 1, 3, 2)):
         assert check_sizes(ranks, tp, pp, sequence_parallel=tp > 1) == dp
