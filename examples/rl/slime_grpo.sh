@@ -8,13 +8,19 @@
 # and the reward model must have the same chat template, because slime sends texts. They end with
 # the end of the turn, where the reward is read, so do not pass --rollout-skip-special-tokens.
 # Without refused_reward, a reply that the reward model cannot score ends the run.
+# A second call resumes from the newest checkpoint in results/slime.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/remote_rm
 MODEL=${MODEL:-/root/Qwen3-4B}
 source scripts/models/qwen3-4B.sh  # sets MODEL_ARGS
 
+# Before Blackwell, Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism. Its
+# default dropout is 0.1.
 ray job submit --address=http://127.0.0.1:8265 \
-    --runtime-env-json='{"env_vars": {"PYTHONPATH": "/root/Megatron-LM/"}}' \
+    --runtime-env-json='{"env_vars": {
+        "PYTHONPATH": "/root/Megatron-LM/",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    }}' \
     -- python3 train.py \
     --actor-num-nodes 1 \
     --actor-num-gpus-per-node 8 \
@@ -22,6 +28,7 @@ ray job submit --address=http://127.0.0.1:8265 \
     "${MODEL_ARGS[@]}" \
     --hf-checkpoint "$MODEL" \
     --ref-load "${MODEL}_torch_dist" \
+    --load results/slime \
     --save results/slime \
     --save-interval 20 \
     --rm-type remote_rm \
@@ -48,5 +55,7 @@ ray job submit --address=http://127.0.0.1:8265 \
     --sequence-parallel \
     --use-dynamic-batch-size \
     --max-tokens-per-gpu 9216 \
+    --attention-dropout 0 \
+    --hidden-dropout 0 \
     --rollout-num-gpus-per-engine 2 \
     "$@"

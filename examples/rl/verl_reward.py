@@ -1,7 +1,8 @@
 """verl's custom reward function: rewards of replies from a running server (see verl_grpo.sh).
 
 verl passes only the reply, so each row of the data needs the prompt's messages, and its tools if
-there are any, in ``extra_info``.
+there are any, in ``extra_info``. The environment variables ``REWARD_URL`` and ``REWARD_TOKEN`` have
+the server's address and, if it requires one, its bearer token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import DataError
 
 _client = RewardClient(
-    os.environ.get("REWARD_URL", "http://127.0.0.1:5555"), wait_s=60, retry_s=300
+    os.environ.get("REWARD_URL", "http://127.0.0.1:5555"),
+    wait_s=60,
+    retry_s=300,
+    token=os.environ.get("REWARD_TOKEN"),
 )
 _contracts: list[ScoringContract] = []
 _VERL_KEYS = ("reward", "score")  # verl's validation adds these itself, and fails if we do, too

@@ -221,8 +221,8 @@ class RewardModel:
         """Measure the model on held-out data, as ``nemo-aligner evaluate`` does.
 
         Args:
-            records: a data file, or the records themselves; errors then name record N (from 1) as
-                ``records.jsonl:N``
+            records: a data file, or the records themselves (dicts, a ``datasets.Dataset``, or a
+                pandas DataFrame); errors then name record N (from 1) as ``records.jsonl:N``
             settings: settings of the command that are not about the model: ``task``, ``threshold``,
                 ``threshold_from``, ``aggregate``, ``swapped``, ``robustness_pairs``, ``output``,
                 ``output_rewards``, ``report`` and ``data.*``

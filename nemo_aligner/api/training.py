@@ -177,13 +177,11 @@ def _list_given_paths(data: Any) -> list[str]:
 def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
     if paths := _list_given_paths(data):
         return paths
-    is_data_frame = hasattr(data, "columns") and hasattr(data, "to_dict")
-    rows = data.to_dict(orient="records") if is_data_frame else data
     path = folder / DATA_NAME / part / f"{name}.jsonl"
     # A run with checkpoints can only be resumed with the same training records, so do not replace
     # their file.
     may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
-    count = _run_on_first_rank(partial(write_records, path, rows, may_replace))
+    count = _run_on_first_rank(partial(write_records, path, data, may_replace))
     if is_first_rank():
         print(f"{part}: {count} records, stored in {path}", flush=True)
     return [str(path)]

@@ -30,18 +30,19 @@ class LabelColumns:
     Attributes:
         names: C names.
         values: ``[L, C]`` float32 labels as they are in the data, NaN where a label is missing.
-        means: for each column, the number that ``targets`` subtracts; None if the column is not
-            centred.
+        means: the label means of the scoring contract, by name: ``targets`` subtracts them from
+            labels, and they are added to rewards. A name need not be that of a column, because
+            pairs have rewards but no labels of them; a column without a mean is not centred.
     """
 
     names: tuple[str, ...]
     values: Tensor
-    means: tuple[float | None, ...]
+    means: Mapping[str, float]
 
     @classmethod
     def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
         """Build columns from ``values [L, C]``, not centred."""
-        return cls(tuple(names), values, (None,) * len(names))
+        return cls(tuple(names), values, {})
 
     @classmethod
     def none(cls, rows: int) -> LabelColumns:
@@ -49,11 +50,8 @@ class LabelColumns:
         return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
-        """Return the same labels, for which ``targets`` subtracts the mean of each named column.
-
-        ``means`` maps the name of a column to its mean; other columns are not centred.
-        """
-        return replace(self, means=tuple(means.get(name) for name in self.names))
+        """Return the same labels with these ``means``, by the name of an attribute."""
+        return replace(self, means=dict(means))
 
     def select(self, rows: Tensor) -> LabelColumns:
         """Select the labels in the rows with the indices ``rows`` (1-D, int64)."""
@@ -64,9 +62,8 @@ class LabelColumns:
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List what ``targets`` subtracts from each of ``names``: its mean, or 0 if not centred."""
-        means = dict(zip(self.names, self.means, strict=True))
-        return [means.get(name) or 0.0 for name in names]
+        """List the mean of each of ``names``, which is 0 if it has none."""
+        return [self.means.get(name, 0.0) for name in names]
 
     def targets(self, names: Sequence[str]) -> Tensor:
         """Return the columns ``names``, ``[L, len(names)]`` float32, minus their ``means``.
@@ -83,7 +80,7 @@ class LabelColumns:
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
     def _centre(self, column: int) -> Tensor:
-        values, mean = self.values[:, column], self.means[column]
+        values, mean = self.values[:, column], self.means.get(self.names[column])
         return values if mean is None else (values.double() - mean).float()
 
 

@@ -16,27 +16,29 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME, step_folders
 from nemo_aligner.checkpoint.run_lock import RunLock
-from nemo_aligner.checkpoint.weights import DamagedError, check_complete, load_weights
+from nemo_aligner.checkpoint.weights import DamagedError, check_complete, open_checked
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
     ShardedModel,
+    ShardedOptimizer,
     copy_tensors,
     in_background,
     put_weights,
     sharded_weights,
 )
+from nemo_aligner.checkpoint.weights.store import MeanStore, TensorStore
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.collectives import on_main
@@ -52,23 +54,6 @@ _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
 # Settings that choose the validation records; metrics on different records are not comparable.
 # States of earlier versions have no digests of the records, so these settings are compared instead.
 _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
-
-
-class ShardedOptimizer(Protocol):
-    """An optimizer whose state is saved next to the model's weights.
-
-    ``sharded_state_dict`` returns copies in host memory, which may not have finished yet. The
-    optimizer's next update waits until they have, and the next call of ``sharded_state_dict``
-    overwrites them. ``finish_update`` waits until the last update has reached the model's weights.
-    """
-
-    def sharded_state_dict(
-        self, model_state: dict[str, Any], is_loading: bool = ...
-    ) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
-
-    def finish_update(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +101,8 @@ class Saved:
 class RunCheckpoints:
     """The checkpoints of a run in ``folder``, which all ranks can access; methods are collective.
 
-    Keeps the newest checkpoint, and the ``save_top_k`` best ones by the metric ``monitor``. The
+    Keeps the newest checkpoint, the ``save_top_k`` best ones by the metric ``monitor``, and, if the
+    validation records have changed during the run, the best one on the records of each time. The
     lower loss on the same validation set breaks a tie: two models with an accuracy of 1 may differ
     in their margins. If the losses are equal, too, the earlier checkpoint wins, so that an equal
     later one need not be saved. Checkpoints that were validated on other records than the current
@@ -153,7 +139,7 @@ class RunCheckpoints:
 
     def is_comparable(self, saved: Saved) -> bool:
         """Tell if a checkpoint was validated on the records that the run validates on now."""
-        return self._current is None or same_validation(saved.state, self._current)
+        return self._current is None or same_validation(saved.state, self._current, self.monitor)
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for the copies of a save, before the first save needs it.
@@ -332,10 +318,15 @@ class RunCheckpoints:
         if self._deletion is not None:
             self._deletion.result()  # run one deletion at a time
         saved = _list_saved(self.folder)
-        # Keep the newest checkpoint, whatever its metric, because a run resumes from it.
-        retained = {
-            item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
-        }
+        ranked = self._rank_checkpoints(saved)
+        # Keep the newest checkpoint, whatever its metric, because a run resumes from it. If the
+        # validation records have changed, also keep the best one on the earlier records, because
+        # its metrics do not show that a later one is better.
+        best: list[Saved] = []
+        for item in ranked:
+            if not any(same_validation(item.state, one.state, self.monitor) for one in best):
+                best.append(item)
+        retained = {item.path for item in (*ranked[: self._save_top_k], *best, saved[-1])}
         # Training waits only until the folders are renamed, which is quick and atomic.
         doomed = []
         for item in saved:
@@ -351,25 +342,33 @@ class RunCheckpoints:
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
         }
-        state = self._read_checked(saved, request)
+        store, common = self._open_checked(saved, with_optimizer=True)
+        state = store.load(request, common)
         put_weights(model, state["model"], saved.path)
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
-    def load_model(self, saved: Saved, model: ShardedModel) -> None:
-        """Restore the weights from a checkpoint, without the optimizer state."""
-        state = self._read_checked(saved, {"model": sharded_weights(model)})
-        put_weights(model, state["model"], saved.path)
+    def load_model(self, saved: Sequence[Saved], model: ShardedModel) -> None:
+        """Load the weights of a checkpoint, or the mean of several ones, without optimizer state.
 
-    def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
-        """Load the tensors in ``request``, a sharded state dict, after comparing the checksums.
+        The weights of each checkpoint are those of the same run. With LoRA, the matrices A and B
+        are averaged separately, so their product is not the mean of the products B A.
+        """
+        opened = [self._open_checked(item, with_optimizer=False) for item in saved]
+        stores, commons = zip(*opened, strict=True)
+        state = MeanStore(stores).load({"model": sharded_weights(model)}, commons[0])
+        put_weights(model, state["model"], saved[0].path)
+
+    def _open_checked(
+        self, saved: Saved, *, with_optimizer: bool
+    ) -> tuple[TensorStore, dict[str, Any]]:
+        """Open a checkpoint, and compare the checksums of its weights; see ``open_checked``.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint is damaged. The message names the
                 complete checkpoints next to it.
         """
         try:
-            has_optimizer = "optimizer" in request
-            return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
+            return open_checked(saved.path / STATE_NAME, with_optimizer=with_optimizer)
         except DamagedError as error:
             advice = on_main(lambda: _advise_without(saved.path))
             raise CheckpointError(f"{error}. {advice}") from error
@@ -396,12 +395,16 @@ class RunCheckpoints:
         return signed, math.inf if math.isnan(loss) else loss
 
 
-def same_validation(one: RunState, other: RunState) -> bool:
-    """Tell if the states ``one`` and ``other`` were validated on the same records."""
+def same_validation(one: RunState, other: RunState, monitor: str | None) -> bool:
+    """Tell if the metric ``monitor`` of two states was measured on the same records.
+
+    This is so for any two states if ``monitor`` is None.
+    """
+    if monitor is None:
+        return True
     if one.validated_on is not None and other.validated_on is not None:
-        # Compare the order, too, because checkpoints are ranked by the first validation set's
-        # metric.
-        return [*one.validated_on.items()] == [*other.validated_on.items()]
+        name = monitor.partition("/")[0]
+        return one.validated_on.get(name) == other.validated_on.get(name)
     first, second = flatten(one.config), flatten(other.config)
     return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 

@@ -313,8 +313,8 @@ def cache_parser() -> Parser:
     parser = Parser("cache", _CACHE)
     parser.add_argument(
         "--clear", nargs="*", metavar="NAME",
-        help="remove the files of these names, in which * stands for any characters; without a "
-        "name, remove all",
+        help="remove the files of these names, in which * stands for any characters, and the token "
+        "caches of these data sets; without a name, remove all",
     )  # fmt: skip
     return parser
 
@@ -323,10 +323,10 @@ def run_cache(options: argparse.Namespace) -> int:
     """Print the files of the cache with sizes and ages, or remove some of them."""
     from nemo_aligner.utils.cache import describe_cached, list_cached, remove_cached
 
-    files = list_cached(options.clear or ())
-    described = describe_cached(files)
+    entries = list_cached(options.clear or ())
+    described = describe_cached(entries)
     if options.clear is not None:
-        remove_cached(files)
+        remove_cached(entries)
         described = f"removed:\n{described}"
     print(described)
     return 0

@@ -20,6 +20,7 @@ from nemo_aligner.cli.parser import (
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import is_first_rank
+from nemo_aligner.utils.writing import check_outputs
 
 _EVALUATE = """\
 Measure a reward model on held-out pairs or ratings.
@@ -90,12 +91,17 @@ def run_compare(options: argparse.Namespace) -> int:
         write_rows,
     )
 
+    outputs = {"output": options.output, "flips": options.flips}
+    check_outputs(
+        {flag: path for flag, path in outputs.items() if path is not None},
+        {"the first file to compare": options.first, "the second file to compare": options.second},
+    )
     compared = compare_files(options.first, options.second)
     print(render_compared(compared, [str(options.first), str(options.second)], options.show))
     if options.output is not None:
-        write_rows(options.output, compared)
+        print(f"output: {write_rows(options.output, compared)}")
     if options.flips is not None:
-        write_flips(options.flips, compared)
+        print(f"flips: {write_flips(options.flips, compared)}")
     return 0
 
 
@@ -129,6 +135,8 @@ def report_parser() -> Parser:
 def run_report(options: argparse.Namespace) -> int:
     """Write the report of runs as an HTML page, and print its path."""
     check_report("report")
+    for run in options.runs:
+        check_outputs({"output": options.output}, {"a file to draw": run})
     from nemo_aligner.evaluation.report.page import write_page
 
     print(f"report: {write_page(options.runs, options.output)}")

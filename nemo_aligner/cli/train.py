@@ -19,13 +19,9 @@ from nemo_aligner.cli.parser import (
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.planning.planner import (
-    PlanRequest,
-    render_best,
-    render_heading,
-    render_layouts,
-)
+from nemo_aligner.planning.planner import PlanRequest
 from nemo_aligner.planning.presets import PRESETS, preset
+from nemo_aligner.planning.render import render_best, render_heading, render_layouts
 from nemo_aligner.utils.processes import find_process, leave_together
 
 _TRAIN = """\
@@ -154,8 +150,15 @@ def plan_parser() -> Parser:
 def run_plan(options: argparse.Namespace) -> int:
     """Print the layouts for one number of GPUs, or the best layout for each of several numbers."""
     arguments = vars(options)
-    shape, name = preset(options.params) if options.params else _read_shape(options.config)
     request = PlanRequest(**{item.name: arguments[item.name] for item in fields(PlanRequest)})
+    if options.params:
+        shape, name = preset(options.params)
+    else:
+        from nemo_aligner.checkpoint.nemo.archive import read_config_and_contract
+
+        config, contract = read_config_and_contract(options.config)
+        shape, name = ModelShape.from_config(config), str(options.config)
+        request = request if contract is None else request.continuing(contract)
     planner = request.planner(shape)
     print(render_heading(name, planner, request), flush=True)
     if len(options.gpus) == 1:
@@ -163,12 +166,6 @@ def run_plan(options: argparse.Namespace) -> int:
     else:
         print(render_best(planner, options.gpus))
     return 0
-
-
-def _read_shape(path: Path) -> tuple[ModelShape, str]:
-    from nemo_aligner.checkpoint.nemo.archive import read_model_config
-
-    return ModelShape.from_config(read_model_config(path)), str(path)
 
 
 def _add_batch(group: argparse._ArgumentGroup) -> None:
@@ -185,10 +182,14 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
         help="as model.micro_batch_tokens (default: its default, but at least a pair)",
     )  # fmt: skip
     group.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="as trainer.precision (default: bf16)"
-    )
+        "--precision", choices=["fp32", "bf16", "fp16"],
+        help="as trainer.precision (default: that of a reward model, else bf16)",
+    )  # fmt: skip
     group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
-    group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
+    group.add_argument(
+        "--lora-rank", type=int, metavar="N",
+        help="as model.lora.rank (default: that of a model's adapters, else 0)",
+    )  # fmt: skip
     group.add_argument(
         "--base-precision", choices=["nf4", "int8", "fp8"], help="as model.lora.base_precision"
     )

@@ -390,14 +390,11 @@ class SchedulerConfig:
         with Checks("model.optim.sched", self) as checks:
             checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
-    def last_decay_step(self, total_steps: int) -> int:
-        """Return the optimizer step at which the learning rate reaches ``min_lr``.
+    def check_decay(self, total_steps: int) -> None:
+        """Raise ConfigError if warm-up and constant steps leave no step for the decay.
 
         Args:
             total_steps: number of optimizer steps of the run.
-
-        Raises:
-            ConfigError: warm-up and constant steps leave no step for the decay.
         """
         max_constant_steps = max(0, total_steps - self.warmup_steps - 1)
         if self.name is not Schedule.constant and self.constant_steps > max_constant_steps:
@@ -406,6 +403,9 @@ class SchedulerConfig:
                 f"{max_constant_steps}, as the run has {total_steps} steps, {self.warmup_steps} of "
                 "them warm-up, and the decay needs one. Set it to 0 to decay until the end"
             )
+
+    def last_decay_step(self, total_steps: int) -> int:
+        """Return the optimizer step at which the learning rate reaches ``min_lr``."""
         # Megatron requires a step after the warm-up, even if the run ends during the warm-up.
         return max(total_steps - self.constant_steps, self.warmup_steps + 1)
 

@@ -120,7 +120,7 @@ class ScoringContract:
         overlong: an ``Overlong`` value, the rule for sequences of more than ``seq_length`` tokens.
         attributes: names of the A rewards of a sample.
         attribute_weights: A weights that combine them into one reward.
-        label_means: A offsets that are added to the head's outputs; zeros for a ranking model.
+        label_means: A offsets that are added to rewards; a ranking model may have imported ones.
         dtype: a ``Precision`` value, in which the model is run.
         tokenizer_fingerprint: ``Tokenizer.fingerprint``.
         scored_position: a ``ScoredPosition`` value, where rewards are read.

@@ -169,24 +169,27 @@ def as_json(text: Messages | Conversation) -> Any:
 
 
 def with_tools(text: Text, tools: Any, documents: Any = None) -> Text:
-    """Attach tools and documents to a sample, in the normal form.
+    """Attach tools and documents to a sample, in the normal form; null or an empty list adds none.
 
     Raises:
-        DataError: tools or documents are not lists of objects, or the sample is raw text.
+        DataError: they are not lists of objects, or the sample has others or is raw text.
     """
-    context = {
-        name: _read_objects(value, name)
-        for name, value in (("tools", tools), ("documents", documents))
-    }
-    if not any(context.values()):
+    fields = {"tools": tools, "documents": documents}
+    read = {name: _read_objects(value, name) for name, value in fields.items()}
+    context: dict[str, Any] = {name: objects for name, objects in read.items() if objects}
+    if not context:
         return text
     if isinstance(text, str):
-        name = next(name for name in context if context[name])
+        name = next(iter(context))
         raise DataError(
             f"{name}: got {name} with a raw text, which no chat template renders; "
             "wanted a conversation"
         )
-    return Conversation(messages_of(text), **context, principle=principle_of(text))
+    conversation = text if isinstance(text, Conversation) else Conversation(text)
+    for name, objects in context.items():
+        if getattr(conversation, name) not in (None, objects):
+            raise DataError(f"{name}: got {name} for a sample with others. Keep one of the two")
+    return replace(conversation, **context)
 
 
 def principle_of(text: Text) -> str | None:
@@ -235,6 +238,21 @@ def attach_principle(text: Text, principle: str | None) -> Text:
     return replace(conversation, principle=principle)
 
 
+def with_context(text: Text, value: Mapping[Any, Any]) -> Text:
+    """Attach to a sample what an object with ``messages`` has next to them.
+
+    Raises:
+        DataError: the object has an unknown key, or one of its fields cannot be attached.
+    """
+    known_keys = ("messages", *_KEYS_NEXT_TO_MESSAGES)
+    for key, field in value.items():
+        # In a column of Arrow, all objects have the same keys, and null where they have none.
+        if key not in known_keys and field is not None:
+            raise DataError(f"got the key {key!r:.60}, wanted {', '.join(known_keys)} only")
+    text = with_tools(text, value.get("tools"), value.get("documents"))
+    return with_principle(text, value.get("principle"))
+
+
 def read_text(value: Any) -> Text:
     """Validate a sample from outside, and return it in the normal form.
 
@@ -258,17 +276,11 @@ def read_text(value: Any) -> Text:
             f"got {_show_value(value)}, wanted a sample: a string, or a list of messages with role "
             "and content"
         )
-    known_keys = ("messages", *_KEYS_NEXT_TO_MESSAGES)
-    unknown_keys = [key for key in value if key not in known_keys]
-    if unknown_keys:
-        raise DataError(f"got the key {unknown_keys[0]!r:.60}, wanted {', '.join(known_keys)} only")
     if not isinstance(value["messages"], list):
         raise DataError(
             f"messages: got {_show_value(value['messages'])}, wanted a list of messages"
         )
-    messages = _check_reply(read_messages(value["messages"]))
-    text = with_tools(messages, value.get("tools"), value.get("documents"))
-    return with_principle(text, value.get("principle"))
+    return with_context(_check_reply(read_messages(value["messages"])), value)
 
 
 def check_texts(texts: Iterable[Any]) -> list[Any]:

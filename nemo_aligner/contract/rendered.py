@@ -26,6 +26,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _MAX_SHOWN = 60
 _END_OF_THOUGHTS = "</think>"
+_DOCUMENT_TEXTS = ("text", "content", "contents")
 # Templates write the thoughts of a reply in their own tags, and may move them.
 _THOUGHT_TAG = re.compile("</?think>")
 
@@ -34,7 +35,7 @@ def check_rendered(conversation: Messages | Conversation, rendered: str) -> None
     """Check that every text of a conversation in the normal form is in ``rendered``.
 
     Texts are the contents, the reasoning of the last message, the names and arguments of tool
-    calls, the names of tools, and the longest string of each document. Whitespace may differ, and
+    calls, the names of tools, and the text of each document. Whitespace may differ, and
     arguments may be written as JSON or as Python. Reasoning of earlier messages may be missing, as
     in the templates of most reasoning models, and so may names of speakers and ids of calls.
 
@@ -75,10 +76,18 @@ def _texts_of(conversation: Messages | Conversation) -> Iterator[tuple[str, str]
         yield from walk_strings(name, f"tools[{number}], its name")
     documents = conversation.documents if isinstance(conversation, Conversation) else None
     for number, document in enumerate(documents or ()):
-        # Templates leave out ids and the like; the text of a document is its longest string.
-        strings = walk_strings([*document.values()], f"documents[{number}]")
-        longest = max((text for _, text in strings), key=len, default="")
-        yield f"documents[{number}]", longest
+        yield f"documents[{number}]", _text_of(document)
+
+
+def _text_of(document: Mapping[str, Any]) -> str:
+    """Return the text of a document: the longest of its usual fields, else its longest string.
+
+    Templates leave out ids, addresses and the like.
+    """
+    fields = [document.get(key) for key in _DOCUMENT_TEXTS]
+    texts = [field for field in fields if isinstance(field, str) and field.strip()]
+    strings = texts or [text for _, text in walk_strings([*document.values()])]
+    return max(strings, key=len, default="")
 
 
 def _contents_of(message: Message, location: str, is_last: bool) -> Iterator[tuple[str, str]]:

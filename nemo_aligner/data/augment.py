@@ -17,8 +17,8 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Comparison, prompt_key
-from nemo_aligner.utils.errors import ConfigError, DataError
-from nemo_aligner.utils.writing import write_lines
+from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.writing import check_outputs, write_lines
 
 SOURCE = "non-contextual"
 
@@ -51,8 +51,7 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
         ConfigError: ``output`` is ``source``.
         DataError: the file cannot be read, or its conversations have less than two prompts.
     """
-    if source.resolve() == output.resolve():
-        raise ConfigError(f"output: {output} is the file to augment. Name another")
+    check_outputs({"output": output}, {"the file to augment": source})
     file = read_records(source, replace(settings.reading, kind=RecordKind.comparison, ties=True))
     # The fields of chat_pairs cannot hold tools and documents, which are part of a prompt.
     plain = [

@@ -223,7 +223,7 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data, where ``labels.targets`` subtracts ``means[name]`` from columns."""
+        """Return the same data with these label ``means``, by attribute (``LabelColumns``)."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 

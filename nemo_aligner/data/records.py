@@ -437,8 +437,9 @@ def write_records(
 ) -> int:
     """Write the records of a Python program as JSON lines; return their number.
 
-    Record N becomes line N, counted from 1. A file with the same content is not written again, so
-    that its time does not change and its token cache stays valid.
+    They are mappings, a ``datasets.Dataset``, or a pandas DataFrame. Record N becomes line N,
+    counted from 1. A file with the same content is not written again, so that its time does not
+    change and its token cache stays valid.
 
     Raises:
         ConfigError: the file has other records and ``may_replace`` is False, or its folder cannot
@@ -462,11 +463,13 @@ def write_records(
     return count
 
 
-def _write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
+def _write_rows(path: Path, records: Any) -> int:
     """Write the lines of ``write_records`` to a new file; return their number."""
     is_arrow, count = type(records).__module__.partition(".")[0] == "datasets", 0
+    is_data_frame = hasattr(records, "columns") and hasattr(records, "to_dict")
+    rows = records.to_dict(orient="records") if is_data_frame else records
     with path.open("w", encoding="utf-8") as lines:
-        for count, record in enumerate(records, start=1):
+        for count, record in enumerate(rows, start=1):
             if not isinstance(record, Mapping):
                 raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
             row = without_struct_nulls(dict(record)) if is_arrow else dict(record)

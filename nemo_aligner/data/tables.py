@@ -1,9 +1,10 @@
 """Tables with named columns: CSV and TSV files.
 
 A row is an object whose keys are the column names. Cells are text. A column whose cells are mostly
-numbers is numeric: its empty cells are missing, like null, and its other cells stay text. The
+numbers is numeric: its empty cells are missing, like null, and its other cells stay text. A column
+whose cells are all true or false (in any case) or empty has bools, and null where it is empty. The
 settings decide about the columns that they name (``NamedColumns``); of the others, a column with
-the name of a text field of a format (``_TEXTS``) is never numeric.
+the name of a text field of a format (``_TEXTS``) always has texts.
 
 An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
 TSV file a quote is an ordinary character.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ _TEXTS = re.compile(
 # Matches a quoted cell that contains doubled quotes, as some programs write in TSV files.
 _QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
+_BOOLS = {"true": True, "false": False}
 _WHOLE_NUMBER = re.compile(r"\s*-?\d+\s*")
 
 
@@ -39,17 +41,20 @@ class NamedColumns:
 
     Attributes:
         texts: columns of texts, such as the fields of a pair; their cells stay text.
-        labels: columns of labels; their cells are numbers, whatever the name of the column.
+        labels: columns of labels; their cells are numbers or bools, whatever their names.
     """
 
     texts: Collection[str] = ()
     labels: Collection[str] = ()
 
-    def is_numeric(self, name: str, cells: Sequence[str]) -> bool:
-        """True if the column ``name`` is numeric: its ``cells`` that are numbers become numbers."""
-        if name in self.texts:
-            return False
-        return name in self.labels or (not _TEXTS.fullmatch(name) and _are_numbers(cells))
+    def reader_of(self, name: str, cells: Sequence[str]) -> Callable[[str], Any]:
+        """Return the function that reads each of the ``cells`` of the column ``name``."""
+        is_label = name in self.labels
+        if name in self.texts or (_TEXTS.fullmatch(name) and not is_label):
+            return str
+        if _are_bools(cells):
+            return _read_bool
+        return _read_number if is_label or _are_numbers(cells) else str
 
 
 NONE_NAMED = NamedColumns()
@@ -98,11 +103,9 @@ def read_text_table(text: str, path: str, named: NamedColumns) -> list[Row] | No
         raise DataError(
             f"{path}:1: the columns {names} need different names that are not empty. Rename them"
         )
-    numeric = {
-        name for name, column in zip(names, columns, strict=False) if named.is_numeric(name, column)
-    }
+    readers = [named.reader_of(*column) for column in zip(names, columns, strict=False)]
     return [
-        Row(line, cells) if isinstance(cells, str) else _read_row(line, names, cells, numeric)
+        Row(line, cells) if isinstance(cells, str) else _read_row(line, names, cells, readers)
         for line, cells in rows[1:]
     ]
 
@@ -159,12 +162,20 @@ def _is_number(cell: str) -> bool:
     return _NUMBER.fullmatch(cell) is not None
 
 
-def _read_row(line: int, names: list[str], cells: list[str], numeric: set[str]) -> Row:
+def _are_bools(column: Sequence[str]) -> bool:
+    """True if all of the column's cells that are not empty are true or false."""
+    filled = [cell for cell in column if cell.strip()]
+    return bool(filled) and all(cell.strip().lower() in _BOOLS for cell in filled)
+
+
+def _read_row(
+    line: int, names: list[str], cells: list[str], readers: list[Callable[[str], Any]]
+) -> Row:
     if len(cells) != len(names):
         return Row(line, f"got {len(cells)} cells, wanted {len(names)}, one for each column")
     values = {
-        name: _read_number(cell) if name in numeric else cell
-        for name, cell in zip(names, cells, strict=True)
+        name: read(cell)
+        for name, cell, read in zip(names, cells, readers, strict=True)
         # Only the index that pandas writes has no name.
         if name
     }
@@ -181,6 +192,10 @@ def _read_number(cell: str) -> float | str | None:
     # The cell has a point or an exponent, or more digits than Python converts to an integer.
     except ValueError:
         return float(cell)
+
+
+def _read_bool(cell: str) -> bool | None:
+    return _BOOLS[cell.strip().lower()] if cell.strip() else None
 
 
 def _hold_rows(cells: Sequence[str]) -> bool:

@@ -37,6 +37,7 @@ from nemo_aligner.data.token_index import (
     make_index,
 )
 from nemo_aligner.distributed.collectives import once_per_node
+from nemo_aligner.utils.cache import INDEX_MARK
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.missing import describe_unreadable
@@ -45,7 +46,7 @@ from nemo_aligner.utils.writing import replacing, write_problem
 
 # The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
-VERSION = 11
+VERSION = 12
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
@@ -129,7 +130,7 @@ def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
         described["path"] = str(Path(path).resolve())
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     parent = Path(path).parent if index_dir is None else Path(index_dir)
-    return parent / f"{Path(path).name}.index-{digest[:12]}"
+    return parent / f"{Path(path).name}{INDEX_MARK}{digest[:12]}"
 
 
 def open_index(folder: Path, path: str) -> FileIndex | None:

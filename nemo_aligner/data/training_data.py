@@ -126,11 +126,10 @@ def build_training_data(
     for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
-    if objective.record_kind is RecordKind.rating:
-        contract = _choose_label_means(contract, objective, train, measure_label_means)
-        if objective.centres_labels:
-            means = dict(zip(contract.attributes, contract.label_means, strict=True))
-            train, *heldout = (data.centred_on(means) for data in (train, *heldout))
+    contract = _choose_label_means(contract, objective, train, measure_label_means)
+    if any(contract.label_means):
+        means = dict(zip(contract.attributes, contract.label_means, strict=True))
+        train, *heldout = (data.centred_on(means) for data in (train, *heldout))
     validation, test = heldout[: len(prefix.validation)], heldout[len(prefix.validation) :]
     return TrainingData(train, validation, contract, objective, test)
 
@@ -182,13 +181,17 @@ def _mark_overlap(
 def _choose_label_means(
     contract: ScoringContract, objective: Objective, train: TokenizedDataset, measure: bool
 ) -> ScoringContract:
-    if objective.centres_labels and measure:
-        return contract.with_label_means(_measure_means(train, contract.attributes))
-    if not objective.centres_labels and any(contract.label_means):
-        # The contract may have label means from the model that training starts from. This objective
-        # does not centre labels, so they become zeros.
+    if objective.record_kind is RecordKind.comparison:
+        # Pairs do not determine the level of rewards, so the model keeps the label means of the
+        # reward model that training starts from.
+        return contract
+    if not objective.centres_labels:
+        # The rewards are labels that are not centred, so label means of the model that training
+        # starts from do not apply.
         return contract.with_label_means([0.0] * len(contract.attributes))
-    return contract
+    if not measure:
+        return contract
+    return contract.with_label_means(_measure_means(train, contract.attributes))
 
 
 def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:

@@ -276,23 +276,31 @@ def _shorten_reply(samples: Sequence[Text], limit: int = 200) -> str:
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
-def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Write the compared rows, and the numbers of flips and unmatched pairs, as one JSON object."""
+def write_rows(path: Path, compared: PairedComparison) -> str:
+    """Write the compared rows, and the numbers of flips and unmatched pairs, as one JSON object.
+
+    Returns:
+        The path, and whether another file was replaced, for a message.
+    """
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),
         "left_out": list(compared.left_out),
     }
-    write_lines(path, [json.dumps(content, indent=2)])
+    return write_lines(path, [json.dumps(content, indent=2)])
 
 
-def write_flips(path: Path, compared: PairedComparison) -> None:
-    """Write one JSON line for each flip: its record, both margins, and the complete samples."""
+def write_flips(path: Path, compared: PairedComparison) -> str:
+    """Write one JSON line for each flip: its record, both margins, and the complete samples.
+
+    Returns:
+        The path, and whether another file was replaced, for a message.
+    """
     lines = (
         json.dumps(_flip_to_dict(flip), default=as_json, ensure_ascii=False)
         for flip in compared.flips
     )
-    write_lines(path, lines)
+    return write_lines(path, lines, "flips")
 
 
 def _flip_to_dict(flip: Flip) -> dict[str, Any]:

@@ -131,11 +131,16 @@ class EvalResult:
         lines += _render_groups(self.metrics, BY_PRINCIPLE, "principle")
         return "\n".join(lines)
 
-    def write(self, path: Path, description: Mapping[str, Any]) -> None:
-        """Write metrics and counts as one JSON object; a metric without a value is null."""
+    def write(self, path: Path, description: Mapping[str, Any]) -> str:
+        """Write metrics and counts as one JSON object; a metric without a value is null.
+
+        Returns:
+            The path, and whether another file was replaced, for a message.
+        """
         results = {"kind": self.kind.value, "metrics": self.metrics, "counts": self.counts}
         content = finite_or_none({**description, **results})
-        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
+        line = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        return write_lines(path, [line])
 
 
 def _render_positions(metrics: Mapping[str, float]) -> list[str]:

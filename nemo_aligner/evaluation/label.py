@@ -170,8 +170,8 @@ def _check_pairs(file: RecordFile) -> None:
 # and those with a list of ranks.
 _TWO_FIELDS = ("chat_pairs", "text_pairs", "hh", "alpaca_pairs", "sharegpt_pairs")
 _RANKED = ("responses", "nemo_rl_preference")
-# Fields that say by how much the chosen reply is better. They no longer hold once the replies are
-# exchanged.
+# Fields that say by how much the better reply is better. They no longer hold once the order of the
+# replies changes.
 _MARGINS = ("label_margin", "margin")
 
 
@@ -411,34 +411,58 @@ def confidence(rewards: np.ndarray) -> float:
 def order_by_teacher(row: dict[str, Any], fmt: str, keys: PairKeys) -> tuple[dict[str, Any], bool]:
     """Rank the replies of a record by its ``teacher_rewards``; equal rewards keep their order.
 
+    The margins of a record whose order changes are removed.
+
     Returns:
         The object, and whether its order has changed.
     """
     rewards = row[TEACHER_REWARDS]
     if fmt in _RANKED:
-        levels = sorted(set(rewards), reverse=True)
-        ranks = [levels.index(reward) for reward in rewards]
-        if fmt == "responses":
-            return {**row, "ranks": ranks}, row.get("ranks") != ranks
-        items = [
-            {**item, "rank": rank} for item, rank in zip(row["completions"], ranks, strict=True)
-        ]
-        return {**row, "completions": items}, row["completions"] != items
+        return _rank_by_rewards(row, fmt, rewards)
     if rewards[0] >= rewards[1]:
         return row, False
+    row = _without_margins(row)
     exchanged = _exchange_sides(row, keys)
     if isinstance(metadata := row.get("metadata"), dict):
         exchanged["metadata"] = _exchange_sides(metadata, keys)
     return {**exchanged, TEACHER_REWARDS: rewards[::-1]}, True
 
 
-def _exchange_sides(fields: dict[str, Any], keys: PairKeys) -> dict[str, Any]:
-    """Exchange the fields of the chosen and the rejected reply, and remove their margins."""
+def _rank_by_rewards(
+    row: dict[str, Any], fmt: str, rewards: list[float]
+) -> tuple[dict[str, Any], bool]:
+    """Do what ``order_by_teacher`` does to a record with ranks."""
+    ranks = _levels([-reward for reward in rewards])
+    if fmt == "responses":
+        earlier_ranks = row.get("ranks") or [0] * len(ranks)
+        ranked = {**row, "ranks": ranks}
+    else:
+        earlier_ranks = [item["rank"] for item in row["completions"]]
+        items = zip(row["completions"], ranks, strict=True)
+        ranked = {**row, "completions": [{**item, "rank": rank} for item, rank in items]}
+    if _levels(earlier_ranks) == ranks:
+        return ranked, False
+    return _without_margins(ranked), True
+
+
+def _levels(standing: Sequence[float]) -> list[int]:
+    """Number the different values of ``standing`` from the lowest, 0, on."""
+    levels = sorted(set(standing))
+    return [levels.index(value) for value in standing]
+
+
+def _without_margins(row: dict[str, Any]) -> dict[str, Any]:
+    """Remove the margins of a record and of its ``metadata``."""
     return {
-        key: fields.get(_other_side(key, keys), value)
-        for key, value in fields.items()
+        key: _without_margins(value) if key == "metadata" and isinstance(value, dict) else value
+        for key, value in row.items()
         if key not in _MARGINS
     }
+
+
+def _exchange_sides(fields: dict[str, Any], keys: PairKeys) -> dict[str, Any]:
+    """Exchange the fields of the chosen and the rejected reply."""
+    return {key: fields.get(_other_side(key, keys), value) for key, value in fields.items()}
 
 
 def _other_side(key: str, keys: PairKeys) -> str:

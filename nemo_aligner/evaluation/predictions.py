@@ -255,9 +255,13 @@ class Predictions:
         convert = _benchmark_row_to_dict if self.is_benchmark else self._row_to_dict
         return [convert(row) for row in self.rows]
 
-    def write(self, path: Path) -> None:
-        """Write an ``output_rewards`` file: one JSON object a line for each row."""
-        write_lines(path, row_lines(self.to_rows()))
+    def write(self, path: Path) -> str:
+        """Write an ``output_rewards`` file: one JSON object a line for each row.
+
+        Returns:
+            The path, and whether another file was replaced, for a message.
+        """
+        return write_lines(path, row_lines(self.to_rows()), "output_rewards")
 
     def _row_to_dict(self, row: Prediction) -> dict[str, Any]:
         kind = RecordKind.rating if self.is_rated else RecordKind.comparison

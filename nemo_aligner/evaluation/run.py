@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.ineffective import describe_ineffective_settings
@@ -36,6 +38,7 @@ from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.training.run_facts import describe_contract, find_versions
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.writing import check_outputs
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def _check_settings(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
     """
     if config.data.path is None:
         raise ConfigError("data.path: it is not set. Set it to a file of pairs or ratings.")
+    _check_outputs(config)
     task = None if config.task is None else find_task(config.task)
     if task is not None:
         _check_reader_unset(config)
@@ -137,6 +141,27 @@ def _check_settings(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
             "own reward. Leave it out."
         )
     return task, _build_reader_config(config)
+
+
+def _check_outputs(config: EvaluateConfig) -> None:
+    """Raise ConfigError if an output is a file that is read, or another output."""
+    read = {
+        "data.path": config.data.path,
+        "data.system_prompt_file": config.data.system_prompt_file,
+        "data.prompt_file": config.data.prompt_file,
+        "threshold_from": config.threshold_from,
+        "rm_model_file": config.rm_model_file,
+        "hf_model": config.hf_model,
+    }
+    written = {
+        "output": config.output,
+        "output_rewards": config.output_rewards,
+        "report": config.report,
+    }
+    check_outputs(
+        {setting: Path(path) for setting, path in written.items() if path is not None},
+        {f"the file of {setting}": Path(path) for setting, path in read.items() if path},
+    )
 
 
 def _check_reader_unset(config: EvaluateConfig) -> None:
@@ -192,9 +217,11 @@ class _Results:
         if self.robustness is not None:
             description["robustness"] = robustness_json(self.robustness)
         if config.output is not None:
-            on_main(partial(result.write, Path(config.output), description))
+            written = on_main(partial(result.write, Path(config.output), description))
+            say(f"output: {written}")
         if config.output_rewards is not None:
-            on_main(partial(result.predictions.write, Path(config.output_rewards)))
+            written = on_main(partial(result.predictions.write, Path(config.output_rewards)))
+            say(f"output_rewards: {written}")
         if config.report is not None:
             on_main(partial(self._write_page, config, Path(config.report)))
             say(f"report: {config.report}")
@@ -205,7 +232,8 @@ class _Results:
 
         report = report_evaluation(path.stem, self.result, self.description, self.contract)
         settings = flatten(config_to_dict(config))
-        save_page([replace(report, robustness=self.robustness, settings=settings)], path)
+        report = replace(report, robustness=self.robustness, settings=settings)
+        save_page([report], path, "report")
 
 
 def _measure(
@@ -236,6 +264,9 @@ def _measure_task(
     """Run a benchmark; if it judges steps, add the threshold and its origin to ``description``."""
     threshold_file = config.threshold_from
     chosen, threshold = None, config.threshold
+    if threshold is not None:
+        # Rewards are float32, in which a reward of 0.9 would be below a threshold of 0.9.
+        threshold = float(np.float32(threshold))
     if threshold_file is not None:
         say(f"choosing the threshold on {threshold_file} ...")
         chosen = choose_threshold(task, threshold_file, source)

@@ -98,15 +98,19 @@ class TaskResult:
             lines.append(_render_row(row, width))
         return "\n".join(lines)
 
-    def write(self, path: Path, description: Mapping[str, Any]) -> None:
+    def write(self, path: Path, description: Mapping[str, Any]) -> str:
         """Write all rows, and the entries of ``description``, as one JSON object.
 
         A figure that is not finite is null.
+
+        Returns:
+            The path, and whether another file was replaced, for a message.
         """
         rows = [asdict(row) for row in self.rows]
         results = {"rows": rows, "left_out": self.left_out}
         content = finite_or_none({"task": self.task, **description, **results})
-        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
+        line = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        return write_lines(path, [line])
 
 
 def _render_row(row: TaskRow, width: int) -> str:

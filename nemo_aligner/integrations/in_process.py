@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Lock
+
+import torch
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.model import layout_sizes
@@ -14,14 +19,19 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.models.offload import OffloadGroup, OffloadPolicy
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_DEVICE_FILES = Path("/dev")  # a node's GPUs are nvidia0, nvidia1, ... there
 
 
 class InProcessScorer:
     """Scorer that runs a ``RewardScorer`` in this process.
 
-    If the model runs on several ranks, all of them must make the same calls. An instance made by
-    ``load`` must be closed.
+    Calls from several threads run one after another. If the model runs on several ranks, all of
+    them must make the same calls. An instance made by ``load`` must be closed.
     """
 
     def __init__(
@@ -36,6 +46,7 @@ class InProcessScorer:
                 none.
         """
         self._scorer = scorer
+        self._lock = Lock()
         self._weights: OffloadGroup | None = None
         if cpu_offload:
             tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
@@ -63,7 +74,7 @@ class InProcessScorer:
         # If loading fails, the end of this block destroys the process group. Otherwise ``pop_all``
         # keeps the group until ``close``.
         with ExitStack() as resources:
-            resources.enter_context(launch())
+            device = resources.enter_context(launch()).device
             layout = initialize_layout()
             scorer = load_scorer(
                 config.rm_model_file,
@@ -75,6 +86,7 @@ class InProcessScorer:
                 pointwise_kernels=config.model.pointwise_kernels,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
+            _report_device(config.rm_model_file, device)
             return cls(scorer, config.cpu_offload, resources.pop_all())
 
     @property
@@ -94,7 +106,7 @@ class InProcessScorer:
             DataError: with ``on_error="raise"``, for the first sample that is rejected.
             ServingError: the reward of a sample is not a finite number.
         """
-        with self._weights_on_device():
+        with self._lock, self._weights_on_device():
             return self._scorer.score_rows(samples, on_error=on_error).check_finite()
 
     @contextmanager
@@ -113,6 +125,19 @@ class InProcessScorer:
 
         A scorer that was passed to the constructor stays usable: its weights return to the device.
         """
-        if self._weights is not None:
-            self._weights.reload()
-        self._resources.close()
+        with self._lock:
+            if self._weights is not None:
+                self._weights.reload()
+            self._resources.close()
+
+
+def _report_device(file: str, device: torch.device) -> None:
+    """Print the device of a loaded model; warn if it is the CPU of a node with GPUs."""
+    say(f"{file}: the reward model scores on {device}")
+    if device.type == "cpu" and any(_DEVICE_FILES.glob("nvidia[0-9]*")):
+        logger.warning(
+            "%s: the reward model scores on the CPU, which is slow, because this process sees none "
+            "of the node's GPUs. Before ray starts the process, set "
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0, and unset CUDA_VISIBLE_DEVICES if it is empty",
+            file,
+        )

@@ -7,8 +7,10 @@ NeMo RL nor ray. ``register`` makes it known to NeMo RL, which runs it as a ray 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,6 +53,8 @@ PRINCIPLE_KEY = "principle"
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
 _ACTOR = f"{__name__}.RewardModelActor"
+# Asynchronous rollouts send each sample in a call of its own. Servers score such calls together.
+_MOST_CONCURRENT = 64
 _METRICS = "reward_model_env"
 _FEWEST_TOKENS = 4
 _OTHER_REPLY = {"role": "assistant", "content": "."}  # no scoring contract rejects this reply
@@ -87,7 +91,7 @@ class Rewarder(Scorer, Protocol):
 
 
 class RewardModelEnvironment:
-    """Scores the last reply of every conversation.
+    """Scores the last reply of every conversation; safe to use from several threads.
 
     By default the message log of a sample is scored as its conversation. But NeMo RL's own data
     processors render the prompt in the log with the policy's chat template, which the reward model
@@ -110,6 +114,7 @@ class RewardModelEnvironment:
         check_expected(contract, self._config.expect_contract, "expect_contract")
         self._weights = reward_weights(contract, self._config.attribute)
         self._attributes = contract.attributes
+        self._counts_lock = Lock()
         self._num_refused_replies = 0
         self._num_refused_prompts = 0
 
@@ -134,22 +139,24 @@ class RewardModelEnvironment:
         """
         import torch
 
-        if self._rewarder is None:
+        rewarder = self._rewarder
+        if rewarder is None:
             raise ConfigError("the environment was shut down and cannot score; create another one")
         samples = [
             _build_conversation(log, info)
             for log, info in zip(message_logs, env_infos, strict=True)
         ]
-        scored = self._rewarder.score_rows(samples)
+        scored = rewarder.score_rows(samples)
         rewards = one_reward(scored.rewards, self._weights)
-        bad_prompts = self._find_bad_prompts(self._rewarder, samples, scored.errors)
+        bad_prompts = self._find_bad_prompts(rewarder, samples, scored.errors)
         bad_replies = {
             row: reason for row, reason in scored.errors.items() if row not in bad_prompts
         }
         self._fill_in(bad_replies, rewards, "replies", self._config.refused_reward)
         self._fill_in(bad_prompts, rewards, "prompts", 0.0)
-        self._num_refused_replies += len(bad_replies)
-        self._num_refused_prompts += len(bad_prompts)
+        with self._counts_lock:
+            self._num_refused_replies += len(bad_replies)
+            self._num_refused_prompts += len(bad_prompts)
         count = len(samples)
         returned: Tensor | dict[str, Tensor] = torch.from_numpy(rewards)
         if self._config.reward_components:
@@ -311,7 +318,9 @@ def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None
     """Register the environment and the processor with NeMo RL.
 
     Call it before NeMo RL's ``setup`` reads the settings. The environment's settings are under
-    ``env.NAME``; the section ``data`` must name the environment and the processor.
+    ``env.NAME``; the section ``data`` must name the environment and the processor. It sets
+    ``RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0``, unless it is set: otherwise ray up to 2.55 hides all
+    GPUs from the environment's actor, and a model of ``rm_model_file`` would run on the CPU.
 
     Args:
         name: name of the environment.
@@ -325,6 +334,8 @@ def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.environments.utils import register_env
 
+    # NeMo RL passes the environment variables of this process to the actor.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     register_env(name, _ACTOR)
     ACTOR_ENVIRONMENT_REGISTRY[_ACTOR] = python
     register_processor(PROCESSOR_NAME, messages_processor)
@@ -336,7 +347,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import ray
 
-    return ray.remote(RewardModelEnvironment)
+    return ray.remote(max_concurrency=_MOST_CONCURRENT)(RewardModelEnvironment)
 
 
 def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:

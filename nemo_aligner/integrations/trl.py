@@ -43,9 +43,11 @@ class RewardFunction:
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
         drops_reasoning: bool = False,
+        refused_reward: float | None = None,
     ) -> None:
         """Store the options, which ``reward_function`` has checked; its docstring explains them."""
         self._drops_reasoning = drops_reasoning
+        self._refused_reward = refused_reward
         self._has_warned_of_reasoning = False
         self._aggregate = aggregate
         self._tools = tools
@@ -58,9 +60,11 @@ class RewardFunction:
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
-        """Score each completion; NaN for one that the server rejects.
+        """Score each completion; ``refused_reward`` for one that the server rejects.
 
-        TRL takes NaN for a missing reward, so such a completion is left out of the step.
+        Without ``refused_reward`` it gets NaN. TRL leaves a completion out of the step only if all
+        of the trainer's reward functions return NaN; otherwise it adds up the others' rewards,
+        which counts this one as 0.
 
         Args:
             prompts: raw texts, scored unchanged, or lists of messages, which are written in the
@@ -103,7 +107,10 @@ class RewardFunction:
                 for prompt in prompts
             ]
             rewards = scored.aggregated(self._aggregate, self._scale, sizes)
-        return one_reward(rewards, self._weights).tolist()
+        values = one_reward(rewards, self._weights)
+        if self._refused_reward is not None:
+            values[list(scored.errors)] = self._refused_reward
+        return values.tolist()
 
     def _warn_of_reasoning(self, completions: Sequence[Text], errors: Mapping[int, str]) -> None:
         """Log the first rejected completion with reasoning, and the option that may help."""
@@ -128,6 +135,7 @@ def reward_function(
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     aggregate: str | None = None,
     reasoning: str = "keep",
+    refused_reward: float | None = None,
     wait_s: float = _START_S,
     **options: Any,
 ) -> RewardFunction:
@@ -147,6 +155,8 @@ def reward_function(
         reasoning: ``drop`` scores completions without the reasoning that TRL has parsed out of
             them; ``keep`` leaves it in the messages, and the server rejects them if the reward
             model's chat template has no reasoning.
+        refused_reward: the reward of a completion that the server rejects. With None it is left out
+            of the step, but counts as 0 if the trainer has another reward function: set it then.
         retry_s: how long training waits for a server that is gone, in seconds.
         wait_s: how long the first step waits for a server that is not up yet, in seconds.
         options: more options of ``RewardClient``, e.g. ``expect``.
@@ -169,6 +179,7 @@ def reward_function(
         schemas or None,
         rule,
         drops_reasoning=reasoning == "drop",
+        refused_reward=refused_reward,
     )
 
 

@@ -47,7 +47,8 @@ class Objective(ABC):
     The parameter ``rewards`` of its methods is ``[S, A]``, in the order of ``records``, which hold
     the labels and say to which record each reward belongs. If the objective has a ``readout``, it
     has K outputs for each attribute instead. If the objective learns scalars, they are further
-    columns. ``output_columns`` splits the columns.
+    columns. ``output_columns`` splits the columns. The scoring contract's label means are not yet
+    added; ``records.labels`` has them (``add_label_means``).
 
     Attributes:
         attributes: A names, one for each reward of a sample.
@@ -221,8 +222,12 @@ class PairObjective(Objective):
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
         """Return the rewards ``[P, 2]`` of the better and the worse reply of every pair."""
+        return torch.stack(records.pairs().of(self._sample_rewards(outputs, records)), dim=1)
+
+    def _sample_rewards(self, outputs: Tensor, records: Records) -> Tensor:
+        """Convert the head's ``outputs [S, ...]`` to a reward for each sample, ``[Q]``."""
         rewards = rewards_of(self.readout, self.output_columns.split(outputs).attributes)
-        return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
+        return add_label_means(rewards, records.labels, self.attributes)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -345,9 +350,10 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
 
 
 def add_label_means(rewards: Tensor, labels: LabelColumns, names: Sequence[str]) -> Tensor:
-    """Add the means of centred labels to ``rewards [S, A]`` of the attributes ``names``.
+    """Add the scoring contract's label means to ``rewards [S, A]`` of the attributes ``names``.
 
-    Training subtracts these means from the labels, so the head's outputs do not include them.
+    The head's outputs do not include them: training on ratings subtracts them from the labels, and
+    training on pairs keeps those of the reward model that it starts from.
 
     Returns:
         ``[S, A]`` float64, because fp32 could round two different rewards to the same value.

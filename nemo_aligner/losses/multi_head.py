@@ -72,7 +72,8 @@ class HeadEnsemble(SoftLabels, PairObjective):
         ``rewards`` are the outputs of the heads, ``[S, K]``.
         """
         pairs = records.pairs()
-        better, worse = pairs.of(rewards)
+        (offset,) = records.labels.offsets(self.attributes)
+        better, worse = pairs.of(rewards + offset)
         losses = F.softplus(worse - better)
         share = self.mix_reversed_share(0.0, pairs, records, rewards)
         if share is not None:

@@ -187,30 +187,29 @@ class BradleyTerry(SoftLabels, PairObjective):
             return {}
         return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
 
-    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return super().step_metrics(self._measured(rewards, records), records)
-
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = reply_lengths[records.reward_bounds[1:] - 1]
-        return super().report(self._measured(rewards, records), records, lengths)
+        return super().report(rewards, records, lengths)
 
-    def _measured(self, rewards: Tensor, records: Records) -> Tensor:
-        """Merge the rewards ``[S, A]`` of turns or steps into ``[Q, A]``, for metrics.
+    def _sample_rewards(self, outputs: Tensor, records: Records) -> Tensor:
+        """Merge the rewards of turns or steps into one for each sample, ``[Q]``, for metrics.
 
         The merge is in float64 and the result is rounded once, as evaluation and a server do, so
         that their metrics agree with those of training.
         """
-        outputs = self.output_columns.split(rewards.double())
-        return self._merge_steps(outputs, records).joined().to(rewards.dtype)
+        merged = self._merge_steps(self.output_columns.split(outputs.double()), records)
+        return merged.attributes[:, 0].to(outputs.dtype)
 
     def _merge_steps(self, outputs: HeadOutputs, records: Records) -> HeadOutputs:
         """Merge the outputs ``[S, ...]`` of turns or steps into one row per sample, ``[Q, ...]``.
 
+        The label mean is added first, because a product of steps depends on the level of rewards.
         Learned scalars are the same in every row, so the row of the last step is taken.
         """
-        last = Aggregate.last.value
+        (offset,), last = records.labels.offsets(self.attributes), Aggregate.last.value
+        rule = self.aggregate if self.has_steps else last
         return HeadOutputs(
-            aggregate(outputs.attributes, records, self.aggregate if self.has_steps else last),
+            aggregate(outputs.attributes + offset, records, rule),
             aggregate(outputs.learned, records, last),
         )
 

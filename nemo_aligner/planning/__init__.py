@@ -9,8 +9,8 @@ All estimates are formulas of the model's shape, the size of a batch and the par
 - ``step_time.py`` converts FLOPs and bytes to seconds with the speeds of a machine (``Machine``).
   It also has a table of the peak speeds of GPUs.
 - ``planner.py`` enumerates parallel layouts, keeps the layouts that fit into memory, and ranks them
-  by the time of a step. ``nemo-aligner plan`` prints its tables; ``presets.py`` has shapes of
-  well-known models for it.
+  by the time of a step. ``render.py`` renders the tables of ``nemo-aligner plan``, and
+  ``presets.py`` has shapes of well-known models for it.
 
 Training uses the first three modules to report MFU and for ``dry_run``. Nothing here imports torch,
 so a plan takes a second on a laptop. ``tests/planning/test_cost.py`` compares the formulas with

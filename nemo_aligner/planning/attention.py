@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.layer import LARGEST_FLASH_HEAD
 from nemo_aligner.planning.cost import FP32_BYTES, Plan, widths
 
-# The most channels of a head that FlashAttention 2 supports.
-_FLASH_CHANNELS = 256
 # Rows of masks are as far apart as a multiple of this number of elements.
 _MASK_ALIGNMENT = 16
 
@@ -25,7 +24,7 @@ def _has_no_kernel(shape: ModelShape, plan: Plan) -> bool:
         shape: the result of ``ModelShape.of_layer`` for the layer.
     """
     is_grouped = shape.num_query_groups < shape.num_attention_heads
-    return plan.fused_kernels and is_grouped and shape.kv_channels > _FLASH_CHANNELS
+    return plan.fused_kernels and is_grouped and shape.kv_channels > LARGEST_FLASH_HEAD
 
 
 def key_width(shape: ModelShape, plan: Plan) -> float:

@@ -1,28 +1,31 @@
 """Search for the fastest parallel layouts that fit into memory, for ``nemo-aligner plan``.
 
-``PlanRequest`` holds the options of the command, and ``Planner`` searches. The ``render_*``
-functions render the tables that the command prints.
+``PlanRequest`` holds the options of the command, and ``Planner`` searches. ``render.py`` renders
+the tables that the command prints.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import (
     DEFAULT_SEQ_LENGTH,
     BasePrecision,
+    DataConfig,
     LoraConfig,
     ModelConfig,
     Recompute,
 )
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import choose_limits
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.lora import LoraShape
+from nemo_aligner.models.shapes.layer import why_no_flash_attention, widest_head
+from nemo_aligner.models.shapes.lora import LoraShape, check_lora
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
@@ -60,6 +63,8 @@ class Planner:
         budget: most tokens of a pack (``model.micro_batch_tokens``).
         recompute: the activations that every layout recomputes; None: each layout recomputes as
             few layers as are necessary to fit into memory.
+        stored_lora: the checkpoint's adapters. They must fit a layout even if ``shape`` has none,
+            because training loads them before it folds them into the weights.
     """
 
     shape: ModelShape
@@ -73,6 +78,7 @@ class Planner:
     freeze_layers: int = 0
     cpu_offload: bool = False
     activations_offload: bool = False
+    stored_lora: LoraShape | None = None
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """Evaluate every layout of ``gpus`` GPUs whose tensor parallel groups fit into a node."""
@@ -177,7 +183,8 @@ class Planner:
         the model or the batch, nothing is yielded.
         """
         try:
-            self.shape.check_fits(tp, pp, cp=cp)
+            loaded_shape = replace(self.shape, lora=self.shape.lora or self.stored_lora)
+            loaded_shape.check_fits(tp, pp, cp=cp)
             check_quantizable(self.shape, tp)
         except ConfigError:
             return
@@ -222,7 +229,9 @@ class Planner:
 
         In training, ``why_gathered`` in ``models/attention`` decides this on the real GPU.
         """
-        return self.precision is not Precision.fp32 and self.shape.attn_logit_softcapping is None
+        if self.precision is Precision.fp32 or self.shape.attn_logit_softcapping is not None:
+            return False
+        return why_no_flash_attention(widest_head(self.shape)) is None
 
     def _copies_keys(self) -> bool:
         """Predict whether attention copies keys and values for every head on Ampere or newer GPUs.
@@ -244,6 +253,8 @@ class PlanRequest:
     """Options of ``nemo-aligner plan``; None means the default of training.
 
     Attributes:
+        lora_rank: None plans with the adapters of the checkpoint, if it has any and no layers are
+            frozen; 0 folds them into the weights.
         gpu_memory: memory of a GPU, in GiB.
         reserve: GiB of ``gpu_memory`` that stay free for CUDA, NCCL and fragmentation.
         global_batch_tokens: size of a batch in tokens; overrides ``global_batch_size``.
@@ -260,9 +271,9 @@ class PlanRequest:
     global_batch_size: int | None = None
     global_batch_tokens: int | None = None
     micro_batch_tokens: int | None = None
-    precision: str = "bf16"
+    precision: str | None = None
     freeze_layers: int = 0
-    lora_rank: int = 0
+    lora_rank: int | None = None
     base_precision: str | None = None
     cpu_offload: bool = False
     activations_offload: bool = False
@@ -275,24 +286,31 @@ class PlanRequest:
     host: float = 50
     gpus_per_node: int = 8
 
+    def continuing(self, start: ScoringContract) -> PlanRequest:
+        """Return the request for training that starts from a reward model with this contract.
+
+        As in training, a length or precision that is None is that of the contract.
+        """
+        limits = choose_limits(DataConfig(seq_length=self.seq_length), start)
+        precision = self.precision or start.dtype
+        return replace(self, seq_length=limits.seq_length, precision=precision)
+
     def planner(self, shape: ModelShape) -> Planner:
         """Build the planner for a model.
 
         Raises:
             ConfigError: an option is out of range.
+            CheckpointError: the model has other adapters than the options.
         """
         length = self.seq_length or DEFAULT_SEQ_LENGTH
         batch = self.global_batch_size or ModelConfig().global_batch_size
         if self.global_batch_tokens is not None:
             batch = max(1, self.global_batch_tokens // (2 * length))
         self._check(shape, 2 * length)
-        precision = None if self.base_precision is None else BasePrecision(self.base_precision)
-        if precision is not None and not self.lora_rank:
-            raise ConfigError(f"base_precision: got {precision.value} without LoRA; set lora_rank")
-        lora = LoraShape.from_settings(LoraConfig(self.lora_rank, base_precision=precision))
-        shape = replace(shape, lora=lora or shape.lora)
+        stored_lora = shape.lora
+        shape = replace(shape, lora=self._choose_lora(stored_lora))
         check_quantizable(shape, 1)
-        if shape.experts is not None and self.precision == Precision.fp16.value:
+        if shape.experts is not None and self._precision is Precision.fp16:
             raise ConfigError(
                 "precision: got fp16, but training a mixture-of-experts model in fp16 is untested, "
                 "and training rejects it. Set it to bf16 or fp32"
@@ -309,12 +327,32 @@ class PlanRequest:
             batch=batch,
             length=length,
             budget=self.micro_batch_tokens or max(ModelConfig().micro_batch_tokens, 2 * length),
-            precision=Precision(self.precision),
+            precision=self._precision,
             recompute=None if self.recompute == "auto" else Recompute(self.recompute),
             freeze_layers=self.freeze_layers,
             cpu_offload=self.cpu_offload,
             activations_offload=self.activations_offload,
+            stored_lora=stored_lora,
         )
+
+    def _choose_lora(self, stored: LoraShape | None) -> LoraShape | None:
+        """Return the adapters to train: those of the options, or ``stored`` in the checkpoint.
+
+        None trains all weights, except those of frozen layers.
+        """
+        rank = self.lora_rank
+        if rank is None:
+            rank = 0 if stored is None or self.freeze_layers else stored.rank
+        base = None if self.base_precision is None else BasePrecision(self.base_precision)
+        if base is not None and not rank:
+            raise ConfigError(f"base_precision: got {base.value} without LoRA; set lora_rank")
+        requested = LoraShape.from_settings(LoraConfig(rank, base_precision=base))
+        if stored is None or requested is None:
+            return requested
+        # There are no options for the scale and the layers of adapters.
+        base = base or stored.base_precision
+        check_lora(stored, replace(stored, rank=rank, base_precision=base), "config")
+        return stored
 
     def machine(self) -> Machine:
         """Build the machine from the speeds of this request, in FLOP/s and bytes/s."""
@@ -329,11 +367,15 @@ class PlanRequest:
         )
 
     @property
+    def _precision(self) -> Precision:
+        return Precision.bf16 if self.precision is None else Precision(self.precision)
+
+    @property
     def peak_flops(self) -> float:
         """Peak FLOP/s of a GPU: ``tflops`` or, if that is None, an H100's in ``precision``."""
         if self.tflops is not None:
             return self.tflops * 1e12
-        default = peak_flops("H100", Precision(self.precision))
+        default = peak_flops("H100", self._precision)
         assert default is not None  # the table has an H100 in every precision
         return default
 
@@ -351,242 +393,10 @@ class PlanRequest:
             ("reserve", reserve >= 0, "0 or more"),
             ("gpu_memory", self.gpu_memory > reserve, f"more than reserve, which is {reserve:g}"),
             ("micro_batch_tokens", budget >= pair, f"{pair} or more, so that a pair fits"),
-            ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
+            ("lora_rank", (self.lora_rank or 0) >= 0, "0 (no LoRA) or more"),
             ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 if lora_rank is set"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
         for name, is_valid, allowed in checks:
             if not is_valid:
                 raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {allowed}")
-
-
-# The output of ``nemo-aligner plan``: assumptions, and the layouts that fit or why none fits.
-
-
-def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
-    """Render a description of the model, the step and the assumed machine."""
-    shape = planner.shape
-    frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
-    experts = "" if shape.experts is None else f"{shape.experts}, "
-    frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
-    reached = "" if request.mfu is None else f" at {request.mfu:.0%}"
-    return (
-        f"{name}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"{shape.num_parameters() / 1e9:.2f} billion parameters, {experts}"
-        f"{planner.precision.value}{frozen}\n"
-        f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
-        f"{planner.budget} tokens\n"
-        f"A GPU: {request.gpu_memory:g} GiB, of which {request.reserve:g} are left free; "
-        f"assumed: {request.peak_flops / 1e12:g} TFLOP/s{reached}, "
-        f"{request.memory_bandwidth:g} GB/s of memory, "
-        f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
-        f"{request.inter_node:g} GB/s beyond\n"
-        f"{_describe_prefix_cache(shape, planner.precision)}"
-    )
-
-
-def _describe_prefix_cache(shape: ModelShape, precision: Precision) -> str:
-    """Describe the memory of a server's cached tokens, and of cached states if there are any."""
-    size = shape.cached_token_bytes(ELEMENT_BYTES[precision])
-    ranks = "tensor and pipeline" if shape.latent_attention is None else "pipeline"
-    snapshot = shape.snapshot_bytes(ELEMENT_BYTES[precision])
-    states = (
-        f", and {snapshot / 1e6:,.1f} MB for each of server.prefix_cache_states" if snapshot else ""
-    )
-    return (
-        f"A server's prefix cache: {size / 1e3:,.1f} kB for each of "
-        f"server.prefix_cache_tokens{states}, split over the {ranks} parallel ranks\n"
-    )
-
-
-def render_layouts(planner: Planner, gpus: int, top: int) -> str:
-    """Render the ``top`` fastest layouts on ``gpus`` GPUs, and the settings of the fastest one.
-
-    Raises:
-        ConfigError: no layout fits; the message names the smallest number of GPUs that is enough.
-    """
-    candidates = planner.candidates(gpus)
-    planner, fitting = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
-    if not fitting:
-        raise ConfigError(_describe_smallest_fit(planner, gpus, candidates))
-    limit = f", the fastest {top} of them above" if len(fitting) > top else ""
-    offload = " with offloaded activations" * planner.activations_offload
-    return "\n".join(
-        [
-            _render(_layout_rows([(planner, candidate) for candidate in fitting[:top]])),
-            f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{limit}. "
-            "The first one:",
-            *(f"  {line}" for line in settings_of(fitting[0].plan)),
-            *_budget_line(planner.budget),
-        ]
-    )
-
-
-def _budget_line(budget: int) -> list[str]:
-    """Return a line with the setting of ``budget``, the most tokens of a pack; none by default."""
-    is_default = budget == ModelConfig().micro_batch_tokens
-    return [] if is_default else [f"  model.micro_batch_tokens={budget}"]
-
-
-def render_best(planner: Planner, numbers: Sequence[int]) -> str:
-    """Render a table with the fastest layout for each of ``numbers`` of GPUs."""
-    fastest: dict[int, tuple[Planner, Candidate]] = {}
-    for gpus in numbers:
-        fitting = planner.ranked(planner.candidates(gpus))
-        used, fitting = _with_offload_if_needed(planner, gpus, fitting)
-        if fitting:
-            fastest[gpus] = used, fitting[0]
-    layout_rows = dict(zip(fastest, _layout_rows(list(fastest.values())), strict=True))
-    rows = [
-        {"GPUs": str(gpus), **layout_rows.get(gpus, {"layout": "none fits"})} for gpus in numbers
-    ]
-    columns = max(rows, key=len)
-    return _render([{name: row.get(name, "") for name in columns} for row in rows])
-
-
-def _with_offload_if_needed(
-    planner: Planner, gpus: int, fitting: list[Candidate]
-) -> tuple[Planner, list[Candidate]]:
-    """If no layout fits without offloaded activations, search for layouts with them.
-
-    Args:
-        fitting: the layouts that fit without offloaded activations.
-
-    Returns:
-        The planner that found the layouts, and the layouts that fit.
-    """
-    if fitting:
-        return planner, fitting
-    offloading = replace(planner, activations_offload=True)
-    fitting = offloading.ranked(offloading.candidates(gpus))
-    return (offloading, fitting) if fitting else (planner, [])
-
-
-def settings_of(plan: Plan) -> list[str]:
-    """List the settings of a training run with this layout, as ``key=value``."""
-    settings = [
-        f"model.tensor_model_parallel_size={plan.tp}",
-        f"model.pipeline_model_parallel_size={plan.pp}",
-        *([f"model.context_parallel_size={plan.cp}"] if plan.cp > 1 else []),
-        *(["model.cp_comm_type=p2p", "model.batch_invariant=false"] if plan.ring else []),
-        *([f"model.expert_model_parallel_size={plan.ep}"] if plan.ep > 1 else []),
-        f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
-        f"model.activations_checkpoint_granularity={plan.recompute.value}",
-    ]
-    if plan.cpu_offload:
-        settings.append("model.optim.cpu_offload=true")
-    if plan.activations_offload:
-        settings.append("model.activations_offload=true")
-    if plan.recompute_layers is not None:
-        settings.append(f"model.activations_checkpoint_num_layers={plan.recompute_layers}")
-    return settings
-
-
-def _layout_rows(layouts: Sequence[tuple[Planner, Candidate]]) -> list[dict[str, str]]:
-    """Return a row of the printed table for each layout, with the planner that evaluated it.
-
-    The rows have the same columns; host memory is among them if at least one layout uses it.
-    """
-    has_host = any(candidate.memory.host for _, candidate in layouts)
-    return [_layout_row(planner, candidate, has_host) for planner, candidate in layouts]
-
-
-def _layout_row(planner: Planner, candidate: Candidate, has_host: bool) -> dict[str, str]:
-    """Return the cells of a layout's row in the printed table, by column name."""
-    plan, memory, time = candidate.plan, candidate.memory, candidate.time
-    parts = ("weights", "gradients", "optimizer", "activations", "transient")
-    return {
-        "layout": str(plan),
-        "recompute": _describe_recompute(plan),
-        "packs": str(plan.packs.count),
-        **{part: f"{getattr(memory, part) / GIB:.1f}" for part in parts},
-        "GiB": f"{memory.total / GIB:.1f}",
-        **({"host GiB": f"{memory.host / GIB:.1f}"} if has_host else {}),
-        "s/step": f"{time.total:.3g}",
-        "idle": f"{time.bubble / time.total:.0%}",
-        "sending": f"{time.sending / time.total:.0%}",
-        "tokens/s": f"{planner.tokens_per_second(candidate):,.0f}",
-    }
-
-
-def _describe_recompute(plan: Plan) -> str:
-    """Describe the recomputation of a plan, and whether it offloads activations.
-
-    Recomputation is described by its kind, or by the number of recomputed layers per stage.
-    """
-    offloaded = ", offloaded" * plan.activations_offload
-    if plan.recompute_layers is None:
-        return plan.recompute.value + offloaded
-    return f"{plan.recompute_layers} layers{offloaded}"
-
-
-def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
-    """Explain that no layout fits, and name the smallest number of GPUs that is enough.
-
-    ``_with_offload_if_needed`` has tried offloaded activations already. Adam's moments in host
-    memory (``cpu_offload``) are tried only if the user asks for that, so the message suggests
-    ``cpu_offload`` if fewer GPUs are then enough.
-    """
-    if not candidates:
-        return (
-            f"gpus: got {gpus}, wanted a number that a layout can use. Tensor and pipeline "
-            "parallel sizes must divide the model's heads, query groups and layers, and a step of "
-            f"{planner.batch} pairs has work for at most {planner.batch} data parallel ranks"
-        )
-    offloading = replace(planner, activations_offload=True)
-    evaluated = [*candidates, *offloading.candidates(gpus)]
-    least = min(evaluated, key=lambda candidate: candidate.memory.total)
-    settings = [f"recompute {least.plan.recompute.value}", *_offload_settings(least.plan)]
-    message = (
-        f"no layout fits on {gpus} GPUs. The one that needs the least memory is {least.plan} with "
-        f"{' and '.join(settings)}: it needs {least.memory.total / GIB:.1f} GiB per GPU, but "
-        f"{planner.usable / GIB:.1f} GiB are free; "
-    )
-    fitting = _least_fitting(planner)
-    if fitting is None:
-        message += "no number of such GPUs is enough"
-    else:
-        message += f"the fewest GPUs that fit: {_describe_gpus(fitting)}"
-    if planner.cpu_offload:
-        return message
-    offloaded = _least_fitting(replace(planner, cpu_offload=True))
-    if offloaded is None or (fitting is not None and fitting.num_ranks <= offloaded.num_ranks):
-        return message
-    return f"{message}; or {_describe_gpus(offloaded)}"
-
-
-def _least_fitting(planner: Planner) -> Plan | None:
-    """Find the layout that fits on the fewest GPUs; None if none fits on any number of GPUs.
-
-    The layout offloads activations only if fewer GPUs are then enough.
-    """
-    plans = (planner.least_gpus(), replace(planner, activations_offload=True).least_gpus())
-    fitting = [plan for plan in plans if plan is not None]
-    return min(fitting, key=lambda plan: plan.num_ranks, default=None)
-
-
-def _describe_gpus(plan: Plan) -> str:
-    """Describe a plan in a phrase for an error: number of GPUs, layout, settings for offloading."""
-    settings = _offload_settings(plan)
-    gpus = f"{plan.num_ranks} GPU{'s' * (plan.num_ranks > 1)}, as {plan}"
-    return f"{gpus} with {' and '.join(settings)}" if settings else gpus
-
-
-def _offload_settings(plan: Plan) -> list[str]:
-    """List the settings of a plan that move activations or Adam's moments to host memory."""
-    return [setting for setting in settings_of(plan) if "offload" in setting]
-
-
-def _render(rows: Sequence[Mapping[str, str]]) -> str:
-    """Render rows as a table with a header; numbers are right-aligned."""
-    names = list(rows[0])
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(names))]
-    left = {"layout", "recompute"}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if name in left else cell.rjust(width)
-            for name, cell, width in zip(names, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )

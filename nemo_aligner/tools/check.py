@@ -41,7 +41,7 @@ from nemo_aligner.tools.invariance import (
 from nemo_aligner.tools.layouts_worker import run_world, score_everywhere
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.processes import find_process
-from nemo_aligner.utils.writing import write_lines
+from nemo_aligner.utils.writing import check_outputs, write_lines
 
 _BATCH_TOKENS = 8192  # least micro_batch_tokens of the server that scores over HTTP
 
@@ -76,10 +76,14 @@ def run_check(check: Check, output: Path | None) -> bool:
         True if every row of the table passes.
 
     Raises:
-        AlignerError: the checkpoint is not a reward model, or none of the pairs can be scored.
+        AlignerError: the checkpoint is not a reward model, none of the pairs can be scored, or
+            ``output`` is a file that is read.
         OSError: the folder of ``output`` cannot be made.
     """
     if output is not None:  # an error must not come only after the work
+        read = {"the checkpoint": check.checkpoint, "the file of --data": check.data}
+        inputs = {name: Path(path) for name, path in read.items() if path is not None}
+        check_outputs({"output": output}, inputs)
         output.parent.mkdir(parents=True, exist_ok=True)
     base = CheckpointDescription.read(check.checkpoint)
     contract = base.contract

@@ -35,7 +35,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import check_plain_reading
+from nemo_aligner.contract.from_settings import check_expected, check_plain_reading
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.packing import TokenPacking
 from nemo_aligner.data.rollout import Rollout
@@ -329,9 +329,9 @@ def open_critic(
     if contract is None:
         raise CheckpointError(f"{path}: it has no scoring contract. {_EXPECTED}")
     check_plain_reading(contract, path, "a critic")
-    _check_expected(config)
     # The critic's weights are dense: adapters on a quantized base are folded into it.
     contract = replace(contract.with_dtype(config.trainer.precision), base_precision=None)
+    _check_expected(config, contract)
     if config.model.micro_batch_tokens < contract.seq_length:
         raise ConfigError(
             f"model.micro_batch_tokens: got {config.model.micro_batch_tokens}, wanted at least "
@@ -342,6 +342,7 @@ def open_critic(
     shape = ModelShape.from_config(pretrained.config)
     check_experts(shape, Precision(contract.dtype))
     set_routers(pretrained.model, trained=False, aux_loss_coeff=0.0)
+    options.optim.sched.check_decay(ppo.max_steps)
     model, optimizer = build_optimized(
         pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps
     )
@@ -371,10 +372,16 @@ def find_published_model(config: ServeCriticConfig) -> str:
     return str(config.rm_model_file or start) if is_combined else start
 
 
-def _check_expected(config: ServeCriticConfig) -> None:
-    """Raise ConfigError if the published model has another contract or other weights."""
+def _check_expected(config: ServeCriticConfig, contract: ScoringContract) -> None:
+    """Raise ConfigError if the server would publish another contract or other weights.
+
+    It publishes the critic's ``contract``, unless it also has a reward model.
+    """
     path = find_published_model(config)
-    check_expected_contract(path, None, config.expect_contract, "expect_contract")
+    if config.trainer.ppo.combine_rm_and_critic_server:
+        check_expected_contract(path, None, config.expect_contract, "expect_contract")
+    else:
+        check_expected(contract, config.expect_contract, "expect_contract")
     check_expected_fingerprint(
         read_fingerprint(path), config.expect_fingerprint, "expect_fingerprint", path
     )

@@ -212,4 +212,4 @@ def _describe_start(folder: RunFolder, total_steps: int) -> list[str]:
         )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"
-    return [begins, *changes_since(latest, folder.fresh)]
+    return [begins, *changes_since(latest, folder.fresh, folder.checkpoints.monitor)]

@@ -1,4 +1,7 @@
-"""Write the rewards of the last validation to files, for ``nemo-aligner report``."""
+"""Write the rewards of the last validation to files, for ``nemo-aligner report``.
+
+At the end of a run, the last validation is that of the exported model.
+"""
 
 from __future__ import annotations
 

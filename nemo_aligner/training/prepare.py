@@ -116,7 +116,10 @@ class PreparedRun:
         """
         loop = self.config.trainer.rm
         steps = self.loader.total_steps(loop.max_epochs, loop.max_steps)
-        self.config.model.optim.sched.last_decay_step(steps)
+        # If no step is left to train, the learning rate does not matter. This is so if a stopped
+        # run is finished at its newest checkpoint, by setting max_steps to that step.
+        if self.latest is None or self.latest.state.step < steps:
+            self.config.model.optim.sched.check_decay(steps)
         return steps
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> Ru
     checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
-    return resumed_state(fresh, latest.state)
+    return resumed_state(fresh, latest.state, folder.early_stopping.monitor)
 
 
 def load_checkpoint(
@@ -121,29 +121,54 @@ def load_checkpoint(
     with waiting_for(f"loading {latest.path}"):
         checkpoints.load(latest, model, optimizer)
     say(f"resumed from {latest.path}, after {latest.state.consumed_samples} {samples}")
-    for line in changes_since(latest, fresh):
+    for line in changes_since(latest, fresh, checkpoints.monitor):
         say(line)
 
 
-def resumed_state(fresh: RunState, previous: RunState) -> RunState:
+def resumed_state(fresh: RunState, previous: RunState, monitor: str | None) -> RunState:
     """Combine this run's settings (``fresh``) and a checkpoint's progress (``previous``).
 
-    Early stopping counts from 0 again if the validation data or the monitored metric has changed,
-    because old and new values cannot be compared. If the validation data has changed, the metrics
-    of the checkpoint are also dropped, so that its step is validated again.
+    Early stopping counts from 0 again if the metric ``monitor`` or the records of its set have
+    changed, because old and new values cannot be compared. If these records have changed, the
+    metrics of the checkpoint are also dropped, so that its step is validated again. If only the
+    records of other sets have changed, the metrics on those are dropped.
     """
     state = replace(fresh, step=previous.step, consumed_samples=previous.consumed_samples)
-    if not same_validation(previous, fresh):
+    if not same_validation(previous, fresh, monitor):
         return state
-    state = replace(state, metrics=previous.metrics)
-    old, new = flatten(previous.config), flatten(fresh.config)
-    if any(old.get(key) != new.get(key) for key in _MONITOR_KEYS):
+    state = replace(state, metrics=_kept_metrics(fresh, previous))
+    names = previous.validated_on or fresh.validated_on or {}
+    if _monitored(previous, names) != _monitored(fresh, fresh.validated_on or {}):
         return state
     return replace(
         state,
         best_value=previous.best_value,
         validations_since_best=previous.validations_since_best,
     )
+
+
+def _kept_metrics(fresh: RunState, previous: RunState) -> dict[str, float]:
+    """Return the metrics of ``previous`` on the validation sets whose records are unchanged."""
+    old, new = previous.validated_on, fresh.validated_on
+    if old is None or new is None:
+        return previous.metrics
+    unchanged = {name for name in new if old.get(name) == new[name]}
+    return {
+        name: value
+        for name, value in previous.metrics.items()
+        if name.partition("/")[0] in unchanged
+    }
+
+
+def _monitored(state: RunState, sets: Collection[str]) -> list[Any]:
+    """Return what determines the metric that early stopping watches: the settings and the set.
+
+    A setting that does not name one of the validation ``sets`` means the first one.
+    """
+    settings = flatten(state.config)
+    monitor, mode = (settings.get(key) for key in _MONITOR_KEYS)
+    has_set = str(monitor).partition("/")[0] in sets
+    return [monitor, mode, None if has_set else next(iter(sets), None)]
 
 
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
@@ -226,14 +251,17 @@ def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
         )
 
 
-def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """List what has changed since a checkpoint, one line for each setting or validation set."""
+def changes_since(latest: Saved, fresh: RunState, monitor: str | None) -> list[str]:
+    """List what has changed since a checkpoint, one line for each setting or validation set.
+
+    A line tells if ``monitor``, the metric that ranks checkpoints, was measured on other records.
+    """
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     old, new = latest.state.validated_on or {}, fresh.validated_on or {}
     changed_sets = [name for name in new if old.get(name, new[name]) != new[name]]
     lines += [f"  changed since: the records of {name}" for name in changed_sets]
-    if not same_validation(latest.state, fresh):
+    if not same_validation(latest.state, fresh, monitor):
         lines.append(
             "  earlier validations used other records: the search for the best checkpoint restarts"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,12 @@ def train(
             learner, config, total_steps, start, checkpoints, loggers, stop, early_stopping
         )
         outcome = trainer.fit()
-        test_metrics = finish(outcome, checkpoints, learner, pretrained, config)
-        if test_metrics:
-            loggers.log(test_metrics, outcome.step)
+        exported = finish(outcome, checkpoints, learner, pretrained, config)
+        if exported is not None:
+            if is_main():
+                facts.end(exported.weights, exported.metrics)
+            if exported.test_metrics:
+                loggers.log(exported.test_metrics, outcome.step)
     return outcome
 
 
@@ -144,31 +147,46 @@ def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> 
 # The code below exports the model at the end of a run.
 
 
+@dataclass(frozen=True)
+class Exported:
+    """The model that a run has written.
+
+    Attributes:
+        weights: the steps whose weights it has, for people.
+        metrics: its metrics on the validation sets, named ``set/metric``.
+        test_metrics: its metrics on the test sets, named ``set/metric``.
+    """
+
+    weights: str
+    metrics: dict[str, float]
+    test_metrics: dict[str, float]
+
+
 def finish(
     outcome: Outcome,
     checkpoints: RunCheckpoints,
     learner: RewardLearner,
     pretrained: PretrainedModel,
     config: TrainConfig,
-) -> dict[str, float]:
+) -> Exported | None:
     """Export the model if the run is complete; if it was stopped, print how to continue it.
 
     Returns:
-        The model's metrics on the test sets, named ``set/metric``.
+        The exported model; None if the run was stopped.
     """
     if outcome.stopped_by is None:
         path = checkpoints.folder / MODEL_NAME
-        return export(path, checkpoints, learner, pretrained, config)
+        return export(path, checkpoints, learner, pretrained, config, outcome.validated_step)
     if outcome.step == 0:
         say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
-        return {}
+        return None
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved. The same "
         "command continues from there. To finish here instead, add "
         f"trainer.rm.max_steps={outcome.step} to it: it then validates this step and writes "
         f"{MODEL_NAME}"
     )
-    return {}
+    return None
 
 
 def export(
@@ -177,15 +195,13 @@ def export(
     learner: RewardLearner,
     pretrained: PretrainedModel,
     run_config: TrainConfig,
-) -> dict[str, float]:
+    validated_step: int | None,
+) -> Exported:
     """Write the reward model's ``.nemo`` with the weights of the best checkpoint.
 
-    If no checkpoint was validated, the newest one is taken. If the setting ``average_best`` is
-    above 1, the model gets the mean of the weights of that many best checkpoints, and another
-    validation measures it.
-
-    Returns:
-        The model's metrics on the test sets, named ``set/metric``.
+    If no checkpoint was validated, the newest one is taken. If ``average_best`` is above 1, the
+    model gets the mean of the weights of that many best checkpoints. Unless it is of the step
+    validated last, ``validated_step``, another validation writes its held-out rewards.
 
     Raises:
         CheckpointError: no checkpoint was saved.
@@ -200,14 +216,16 @@ def export(
     checkpoints.check_lock()
     say(f"writing {path} ...")
     if len(averaged) > 1:
+        weights = f"mean of steps {_list_steps(averaged)}"
         chosen, description = _average(averaged, checkpoints, learner)
     else:
-        checkpoints.load_model(chosen, learner.model)
-        reason = "the newest"
-        if best is not None:
-            value = render_metric(chosen, checkpoints.monitor)
-            reason = f"the best {checkpoints.monitor}, {value}"
-        description = f"the weights of step {chosen.state.step} ({reason})"
+        weights = f"step {chosen.state.step}"
+        value = render_metric(chosen, checkpoints.monitor)
+        reason = "the newest" if best is None else f"the best {checkpoints.monitor}, {value}"
+        description = f"the weights of {weights} ({reason})"
+        checkpoints.load_model([chosen], learner.model)
+        if chosen.state.step != validated_step:
+            chosen = _validate_again(chosen, learner, "the model")
     contract = _with_statistics(learner.data.contract, chosen)
     config = {
         **pretrained.config,
@@ -227,7 +245,7 @@ def export(
     say(describe_heldout({**chosen.state.metrics, **test_metrics}))
     heldout = [*learner.data.test, *learner.data.validation]
     say(next_commands(path, heldout, run_config.model, _can_export(contract)))
-    return test_metrics
+    return Exported(weights, chosen.state.metrics, test_metrics)
 
 
 def _list_files(data: TrainingData) -> list[dict[str, Any]]:
@@ -269,37 +287,30 @@ def _average(
     Returns:
         The best checkpoint with its metrics replaced by those of the mean, and a text for the log.
     """
-    _load_mean(saved, checkpoints, learner.model)
+    checkpoints.load_model(saved, learner.model)
     best = saved[0]
-    watch = Counter("validation of the mean", "records").show
-    mean = replace(best, state=replace(best.state, metrics=learner.validate(watch)))
-    steps = ", ".join(str(checkpoint.state.step) for checkpoint in saved)
+    mean = _validate_again(best, learner, "the mean")
     name = checkpoints.monitor
     return mean, (
-        f"the mean of the weights of steps {steps}: {name} {render_metric(mean, name)}; the best "
-        f"of them has {render_metric(best, name)}"
+        f"the mean of the weights of steps {_list_steps(saved)}: {name} "
+        f"{render_metric(mean, name)}; the best of them has {render_metric(best, name)}"
     )
 
 
-def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
-    """Load the mean of the weights of ``saved`` into ``model``.
+def _list_steps(saved: Sequence[Saved]) -> str:
+    return ", ".join(str(checkpoint.state.step) for checkpoint in saved)
 
-    Weights are summed in float64 in host memory, so the mean is rounded only once. With LoRA, the
-    matrices A and B are averaged separately, so their product is not the mean of the products B A.
+
+def _validate_again(saved: Saved, learner: RewardLearner, subject: str) -> Saved:
+    """Return ``saved`` with the metrics of the weights that the learner's model has now.
+
+    ``subject`` is the name of the weights in the line that shows the progress. Without validation
+    sets, ``saved`` is returned unchanged.
     """
-    # Load one checkpoint after the other into the model itself, so that host memory needs room only
-    # for the sums.
-    sums: dict[str, Tensor] = {}
-    trained = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    for checkpoint in saved:
-        checkpoints.load_model(checkpoint, model)
-        for name, parameter in trained.items():
-            value = parameter.detach().cpu().double()
-            sums[name] = sums[name] + value if name in sums else value
-    for name, parameter in trained.items():
-        parameter.data.copy_(sums[name] / len(saved))
+    if not learner.data.validation:
+        return saved
+    watch = Counter(f"validation of {subject}", "records").show
+    return replace(saved, state=replace(saved.state, metrics=learner.validate(watch)))
 
 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:

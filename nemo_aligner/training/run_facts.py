@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
+from nemo_aligner.utils.finite import finite_or_none
 from nemo_aligner.utils.writing import write_lines
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
@@ -29,8 +30,9 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 class RunFacts:
     """Collects facts about a run, and writes them to ``run_facts.json`` for the report.
 
-    The file is written at the start of the run and, with the peak memory so far, after every
-    validation. If it cannot be written, a message is printed, and it is not written any more.
+    The file is written at the start of the run, with the peak memory so far after every validation,
+    and with the exported model's metrics at the end. If it cannot be written, a message is printed,
+    and it is not written any more.
     """
 
     def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
@@ -49,6 +51,16 @@ class RunFacts:
     def begin(self, described: Sequence[str]) -> None:
         """Write the file at the start of the run; ``described`` are the lines that it prints."""
         self._facts["described"] = list(described)
+        self.write()
+
+    def end(self, weights: str, metrics: Mapping[str, float]) -> None:
+        """Write the file at the end of the run, with the held-out metrics of the exported model.
+
+        Args:
+            weights: the steps whose weights the model has, such as ``step 400``.
+            metrics: its metrics on the validation sets, named ``set/metric``.
+        """
+        self._facts["exported"] = {"weights": weights, "metrics": finite_or_none(metrics)}
         self.write()
 
     def write(self) -> None:

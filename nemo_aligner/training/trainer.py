@@ -64,10 +64,13 @@ class Outcome:
     Attributes:
         step: number of steps done.
         stopped_by: why the run stopped early; None if it is complete.
+        validated_step: step of the last complete validation; None without one since the start or
+            the resume.
     """
 
     step: int
     stopped_by: StopReason | None = None
+    validated_step: int | None = None
 
 
 class SupervisedTrainer:
@@ -113,16 +116,18 @@ class SupervisedTrainer:
         self._saving_since = 0.0
         self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
         self._validating = Counter("validation", "records")
-        self._has_validated = False
+        self._validated_step: int | None = None
         self._divergence = DivergenceWatch()
         self._gauges = Gauges.of(current_device(), config.precision)
         self._best: str | None = None
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
             due = self._loop.val_before_training
-        # The checkpoint to resume has metrics only if its step was validated before the run
-        # stopped.
-        self._owes_validation = due and not start.metrics
+        # The checkpoint to resume has metrics only of the sets on which its step was validated
+        # before the run stopped.
+        measured = {name.partition("/")[0] for name in start.metrics}
+        is_validated = bool(measured) and measured >= {*(start.validated_on or ())}
+        self._owes_validation = due and not is_validated
 
     def fit(self) -> Outcome:
         """Train, log, validate and save until the run is complete or stopped.
@@ -151,7 +156,8 @@ class SupervisedTrainer:
         if self._early_stopping.is_over:
             say(f"training ends at step {self._step}: {self._early_stopping.describe()}")
         stopped = stopping and not self._is_over
-        return Outcome(self._step, self._find_stop_reason() if stopped else None)
+        reason = self._find_stop_reason() if stopped else None
+        return Outcome(self._step, reason, self._validated_step)
 
     def _describe_resume(self) -> str:
         """Describe, for an error, from which step the same command would continue."""
@@ -259,12 +265,15 @@ class SupervisedTrainer:
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
             self._progress.say(render_validation(self._step, metrics))
-            if not self._has_validated:
+            if self._validated_step is None:
                 self._check_monitor(metrics)
                 if self._can_swap(metrics):
                     self._progress.say(_LEAK_TIP)
-            self._has_validated = True
-            self._early_stopping.count_validation(metrics, self._step)
+            self._validated_step = self._step
+            # If the checkpoint to resume has metrics, its step has counted already, and is
+            # validated again only for a new validation set.
+            if self._step > self._start.step or not self._start.metrics:
+                self._early_stopping.count_validation(metrics, self._step)
         return metrics
 
     def _check_monitor(self, metrics: dict[str, float]) -> None:

@@ -2,16 +2,19 @@
 
 It is the folder ``$NEMO_ALIGNER_CACHE``, by default ``~/.cache/nemo_aligner``. A file in it is
 complete, because it is written under another name and then renamed. Only ``remove_cached`` (for
-``nemo-aligner cache --clear``) removes files; a removed file is made again when it is needed.
+``nemo-aligner cache --clear``) removes files; a removed file is made again when it is needed. The
+token caches of the data sets (``data/token_cache.py``) are folders next to them.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
 VARIABLE = "NEMO_ALIGNER_CACHE"
+# In the name of a token cache, a folder next to its data file: between that file's name and a hash.
+INDEX_MARK = ".index-"
 _reported: set[Path] = set()
 
 
@@ -109,45 +114,80 @@ def _hold_lock(lock: Path, origin: str) -> Iterator[None]:
         lock.unlink(missing_ok=True)
 
 
-def list_cached(patterns: Sequence[str] = ()) -> list[Path]:
-    """List the complete files of the cache, the largest first.
+@dataclass(frozen=True)
+class CachedEntry:
+    """A complete file of the cache, or the token cache of one, which is a folder.
+
+    Attributes:
+        path: its path.
+        size: its size in bytes; of a folder, that of all its files.
+        time: when it was last changed, in seconds since the epoch.
+    """
+
+    path: Path
+    size: int
+    time: float
+
+    @classmethod
+    def of(cls, path: Path) -> CachedEntry:
+        """Read the size and the time of the entry at ``path``."""
+        files = [path, *path.rglob("*")] if path.is_dir() else [path]
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        return cls(path, size, path.stat().st_mtime)
+
+    @property
+    def name(self) -> str:
+        """Its path in the cache, such as ``models/a.nemo``."""
+        return str(self.path.relative_to(cache_folder()))
+
+    def matches(self, pattern: str) -> bool:
+        """True if ``pattern`` is its name with or without the folder, or that of its data file."""
+        names = (self.name, self.name.rpartition(INDEX_MARK)[0] or self.name)
+        return any(fnmatch(part, pattern) for name in names for part in (name, Path(name).name))
+
+
+def list_cached(patterns: Sequence[str] = ()) -> list[CachedEntry]:
+    """List the entries of the cache, the largest first.
 
     Args:
-        patterns: names of files, in which ``*`` stands for any characters; empty means all files.
+        patterns: names of entries as ``CachedEntry.matches`` takes them, in which ``*`` stands for
+            any characters; empty means all entries.
 
     Raises:
-        ConfigError: no file matches one of the patterns.
+        ConfigError: no entry matches one of the patterns.
     """
     folder = cache_folder()
-    # The names of locks and of unfinished files begin with a dot.
-    files = [file for file in folder.glob("*/[!.]*") if file.is_file()]
+    # The names of locks and of unfinished entries begin with a dot.
+    paths = [path for path in folder.glob("*/[!.]*") if path.is_file() or INDEX_MARK in path.name]
+    entries = [CachedEntry.of(path) for path in paths]
     for pattern in patterns:
-        if not any(fnmatch(file.name, pattern) for file in files):
+        if not any(entry.matches(pattern) for entry in entries):
             raise ConfigError(
                 f"{pattern}: no file in {folder} has this name. `nemo-aligner cache` lists them"
             )
     chosen = [
-        file
-        for file in files
-        if not patterns or any(fnmatch(file.name, pattern) for pattern in patterns)
+        entry
+        for entry in entries
+        if not patterns or any(entry.matches(pattern) for pattern in patterns)
     ]
-    return sorted(chosen, key=lambda file: (-file.stat().st_size, file.name))
+    return sorted(chosen, key=lambda entry: (-entry.size, entry.name))
 
 
-def describe_cached(files: Sequence[Path]) -> str:
-    """Format a table of files of the cache: size, age and name, and the sum of the sizes."""
-    stats = [file.stat() for file in files]
+def describe_cached(entries: Sequence[CachedEntry]) -> str:
+    """Format a table of entries of the cache: size, age and name, and the sum of the sizes."""
     rows = [
-        f"{show_bytes(stat.st_size):>9}  {show_duration(time.time() - stat.st_mtime):>8}  "
-        f"{file.relative_to(cache_folder())}"
-        for file, stat in zip(files, stats, strict=True)
+        f"{show_bytes(entry.size):>9}  {show_duration(time.time() - entry.time):>8}  {entry.name}"
+        for entry in entries
     ]
-    total = show_bytes(sum(stat.st_size for stat in stats))
-    return "\n".join([*rows, f"{total} in {len(files)} files of {cache_folder()}"])
+    total = show_bytes(sum(entry.size for entry in entries))
+    return "\n".join([*rows, f"{total} in {len(entries)} files of {cache_folder()}"])
 
 
-def remove_cached(files: Sequence[Path]) -> None:
-    """Remove files of the cache; ConfigError if one cannot be removed."""
-    for file in files:
-        with _naming_cache(file):
-            file.unlink(missing_ok=True)
+def remove_cached(entries: Sequence[CachedEntry]) -> None:
+    """Remove entries of the cache; ConfigError if one cannot be removed."""
+    for entry in entries:
+        with _naming_cache(entry.path):
+            if entry.path.is_dir():
+                shutil.rmtree(entry.path)
+            else:
+                entry.path.unlink(missing_ok=True)

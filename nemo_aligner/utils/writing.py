@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -107,6 +107,26 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
         os.replace(partial, target)
         if sync:
             sync_to_disk(target.parent)
+
+
+def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> None:
+    """Check before a command starts that its outputs replace neither an input nor each other.
+
+    Args:
+        outputs: the files to write, by the settings that name them.
+        inputs: the files to read, by their descriptions in the error.
+
+    Raises:
+        ConfigError: an output is the same file as an input or another output.
+    """
+    described = {os.path.realpath(path): name for name, path in inputs.items()}
+    for setting, path in outputs.items():
+        # /dev/null and the like are not replaced, so that several settings may name them.
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue
+        name = described.setdefault(os.path.realpath(path), f"the file of {setting}")
+        if name != f"the file of {setting}":
+            raise ConfigError(f"{setting}: {path} is {name}. Name another")
 
 
 def write_whole(path: Path, content: bytes) -> None:

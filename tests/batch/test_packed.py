@@ -106,7 +106,7 @@ def test_batch_moves_what_the_model_and_the_loss_compute_with() -> None:
     for tensor in (moved.tokens, moved.position_ids, moved.scored_tokens):
         assert tensor.device.type == "meta"
     assert moved.records.labels.values.device.type == "meta"
-    assert moved.records.labels.means == (2.0,)
+    assert moved.records.labels.means == {"a": 2.0}
     planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.record_bounds)
     for tensor in (*planned_by, moved.records.ids):
         assert tensor.device.type == "cpu"
@@ -157,7 +157,7 @@ def test_records_of_one_reward_each_are_single() -> None:
 def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded() -> None:
     values = torch.tensor([[1.0, 10.0], [float("nan"), 30.0]])
     labels = LabelColumns.of(["help", "margin"], values).centred_on({"help": 0.5})
-    assert labels.means == labels.select(torch.tensor([0])).means == (0.5, None)
+    assert labels.means == labels.select(torch.tensor([0])).means == {"help": 0.5}
     assert labels.targets(["margin", "help"])[0].tolist() == [10.0, 0.5]
     assert labels.targets(["margin"]).tolist() == [[10.0], [30.0]]
     assert bool(labels.targets(["help"])[1].isnan())

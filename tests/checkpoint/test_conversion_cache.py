@@ -6,8 +6,10 @@ import dataclasses
 import importlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,22 @@ def cache(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     release_models()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let conversions be forks of a prepared process: a new process takes 5 s of CPU time.
+
+    Those of a folder's reward model, of several processes and of a user's family are new ones.
+    """
+
+    def run(command: list[str], env: dict[str, str], **unused: Any) -> Any:
+        python, _, package, verb, *arguments = command
+        assert (python, package) == (sys.executable, "nemo_aligner")
+        ours = {key: value for key, value in env.items() if key.startswith("NEMO_ALIGNER_")}
+        return tiny.run_verb(verb, *arguments, env=ours, check=False)
+
+    monkeypatch.setattr(conversion_cache, "subprocess", SimpleNamespace(run=run))
+
+
 def score(path: str | Path) -> np.ndarray:
     with na.RewardModel.from_pretrained(path) as model:
         return model.score(TEXTS)
@@ -94,6 +112,7 @@ def test_server_of_a_folder_gives_the_rewards_of_its_archive(models: Path, tmp_p
         np.testing.assert_array_equal(client.score(TEXTS), score(models / "rm.nemo"))
 
 
+@pytest.mark.usefixtures("forked")
 def test_training_from_a_folder_equals_training_from_its_archive(
     models: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +133,7 @@ def test_training_from_a_folder_equals_training_from_its_archive(
     assert len(list(cache.glob("base-*"))) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_base_model_gives_no_rewards(models: Path) -> None:
     for base in ("base", "base.nemo"):
         with pytest.raises(CheckpointError, match=f"{base}: it is a base model without a reward"):
@@ -209,32 +229,42 @@ def test_cache_is_listed_and_cleared(
         "models/a-1.nemo": 3_000_000,
         "models/b-2.nemo": 10,
         "data/c.jsonl": 20,
+        "data/c.jsonl.index-0123/index.json": 100_000,
+        "data/c.jsonl.index-0123/tokens": 2_000_000,
+        "data/d.jsonl.index-0123/tokens": 5,
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
     (tmp_path / "models/.a-1.nemo.lock").touch()
     assert main(["cache"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines[:3]] == [
+    assert [line.split()[-1] for line in lines[:5]] == [
         "models/a-1.nemo",
+        "data/c.jsonl.index-0123",
         "data/c.jsonl",
         "models/b-2.nemo",
+        "data/d.jsonl.index-0123",
     ]
     assert lines[0].split()[:2] == ["3.0", "MB"]
-    assert lines[3] == f"3.0 MB in 3 files of {tmp_path}"
+    assert lines[1].split()[:2] == ["2.1", "MB"]
+    assert lines[5] == f"5.1 MB in 5 files of {tmp_path}"
     assert main(["cache", "--clear", "lost*"]) == 1
     assert "lost*: no file in" in capsys.readouterr().err
     assert main(["cache", "--clear", "a-*"]) == 0
     assert capsys.readouterr().out.startswith("removed:\n")
+    assert not (tmp_path / "models/a-1.nemo").exists()
+    # A listed name; the token cache of a data set is removed with it.
+    assert main(["cache", "--clear", "data/c.jsonl"]) == 0
     assert sorted(path.name for path in tmp_path.glob("*/*")) == [
         ".a-1.nemo.lock",
         "b-2.nemo",
-        "c.jsonl",
+        "d.jsonl.index-0123",
     ]
     assert main(["cache", "--clear"]) == 0
     assert [path.name for path in tmp_path.glob("*/*")] == [".a-1.nemo.lock"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_gguf_file_is_converted(models: Path, cache: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf", models / "base")
     text = "the river"
@@ -244,6 +274,7 @@ def test_gguf_file_is_converted(models: Path, cache: Path, tmp_path: Path) -> No
     assert len(list(cache.glob("small.gguf-*.nemo"))) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_name_of_the_hub_is_downloaded_once(
     models: Path, cache: Path, hub: Callable[[Path], dict[str, Any]]
 ) -> None:
@@ -263,6 +294,7 @@ def test_name_of_the_hub_is_downloaded_once(
     assert requests["allow_patterns"] == ["*.json", "*.jinja"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_model_that_cannot_be_opened_says_what_to_do(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

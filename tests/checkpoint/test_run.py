@@ -278,7 +278,7 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
     assert checkpoints.is_among_best({"validation/accuracy": 0.1})
     for step, value in ((2, 0.5), (3, 0.6)):
         checkpoints.save(judged(step, value, all_of_them), Model(), Optimizer())
-    assert steps(checkpoints.ranked()) == [3, 2]
+    assert steps(checkpoints.ranked()) == [3, 2, 1]
     values = {0.55: True, 0.5: False, 0.4: False, NAN: False}
     are_best = {
         value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values
@@ -315,6 +315,29 @@ def test_runs_rank_by_the_digests_of_what_was_validated(tmp_path: Path) -> None:
     checkpoints.compare_with(judged(0, 0.0, "newer"))
     shutil.rmtree(tmp_path / "step_00000003")
     assert checkpoints.leader() is None
+
+
+def test_runs_compare_the_records_of_the_monitored_set_and_keep_the_best_on_each(
+    tmp_path: Path,
+) -> None:
+    def judged(step: int, value: float, **digests: str) -> RunState:
+        return RunState(step, 8 * step, {"one/accuracy": value}, validated_on=digests)
+
+    checkpoints = RunCheckpoints(tmp_path, "one/accuracy")
+
+    def save_all(*states: RunState) -> list[int]:
+        checkpoints.compare_with(states[0])
+        for state in states:
+            checkpoints.save(state, Model(), Optimizer())
+        return steps(checkpoints.list_saved())
+
+    assert save_all(judged(1, 0.9, one="a"), judged(2, 0.5, one="a")) == [1, 2]
+    # A set that is added, and is even the first, changes nothing.
+    assert save_all(judged(3, 0.8, two="b", one="a")) == [1, 3]
+    assert steps(filter(checkpoints.is_comparable, checkpoints.ranked())) == [1, 3]
+    # On other records, the best one before is neither the best nor deleted.
+    assert save_all(judged(4, 0.3, one="c"), judged(5, 0.4, one="c")) == [1, 5]
+    assert steps(checkpoints.ranked()) == [5, 1]
 
 
 def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:

@@ -167,4 +167,4 @@ def test_schedule_with_steps_at_the_lowest_rate_has_some_to_go_down_in() -> None
     schedule = load_config(TrainConfig, ["model.optim.sched.constant_steps=1000"]).model.optim.sched
     assert schedule.last_decay_step(5000) == 4000
     with pytest.raises(ConfigError, match="got 1000, wanted at most 789, as the run has 800 steps"):
-        schedule.last_decay_step(800)
+        schedule.check_decay(800)

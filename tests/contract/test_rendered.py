@@ -75,13 +75,22 @@ def test_texts_are_found_in_every_form_in_which_templates_write_them() -> None:
 
 
 def test_texts_of_documents_are_rendered() -> None:
-    documents = [{"id": "7", "text": "No wind."}, {"title": "Sky", "content": "A blue\nsky."}]
+    url = "https://weather.example/today"
+    documents: list[dict[str, Any]] = [
+        {"url": url, "text": "No wind."},
+        {"title": "Sky", "content": "A blue\nsky."},
+        {"text": " ", "body": ["It is mild."]},
+    ]
     conversation = read_text({"messages": [USER, REPLY], "documents": documents})
     assert not isinstance(conversation, str)
     turns = "Will it rain? No, it will be dry."
-    check_rendered(conversation, f"No wind. Sky: A blue sky. {turns}")
+    check_rendered(conversation, f"No wind. Sky: A blue sky. It is mild. {turns}")
+    with pytest.raises(DataError, match=r"^documents\[0\]: .* would never see 'No wind\.'"):
+        check_rendered(conversation, f"{url} Sky: A blue sky. It is mild. {turns}")
     with pytest.raises(DataError, match=r"^documents\[1\]: .* would never see 'A blue\\nsky\.'"):
-        check_rendered(conversation, f"No wind. Sky: {turns}")
+        check_rendered(conversation, f"No wind. Sky: It is mild. {turns}")
+    with pytest.raises(DataError, match=r"^documents\[2\]: .* would never see 'It is mild\.'"):
+        check_rendered(conversation, f"No wind. Sky: A blue sky. {turns}")
 
 
 def test_names_of_tools_are_rendered() -> None:

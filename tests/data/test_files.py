@@ -15,6 +15,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import ReaderConfig, read_records
+from nemo_aligner.data.tables import NamedColumns
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
 from tests.data.files import build, pair_with_call
@@ -77,6 +78,23 @@ def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path
         read_records(path, ReaderConfig(RecordKind.rating, attributes=["help"]))
     notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
     assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
+
+
+def test_table_columns_of_true_and_false_are_bools(tmp_path: Path) -> None:
+    """As pandas writes them; a text of this content stays one."""
+    path = tmp_path / "unpaired.csv"
+    path.write_text("prompt,completion,label,note\np,True,True,true\np,False,false,no\np,a,,\n")
+    file = read_records(path, ReaderConfig(RecordKind.rating, attributes=["good"]))
+    assert (file.format, file.counts["no_label"]) == ("unpaired", 1)
+    assert [rating.labels for rating in file.records] == [(1.0,), (0.0,)]
+    assert [rating.texts[0][-1]["content"] for rating in file.records] == ["True", "False"]
+    named = NamedColumns(texts=["label"], labels=["id"])
+    text = "label,id,completion,note\nTRUE,true,True,1\nFalse,,False,true\n"
+    path.write_text(text)
+    rows = [line.value for line in read_lines(path, named) if isinstance(line, Line)]
+    assert [row["label"] for row in rows] == ["TRUE", "False"]
+    assert [row["id"] for row in rows] == [True, None]
+    assert [row["note"] for row in rows] == ["1", "true"], "it is neither all numbers nor all bools"
 
 
 def test_table_columns_that_settings_name_are_texts_or_labels(tmp_path: Path) -> None:

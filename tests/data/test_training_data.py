@@ -124,6 +124,31 @@ def test_validation_has_metrics_by_principle_with_and_without_a_token_cache(
     assert build(contracts, paths[1:]).train.principles == ()
 
 
+@pytest.mark.parametrize(
+    ("objective", "settings"),
+    [
+        ("bradley_terry", {"center_rewards_coefficient": 0.5}),
+        ("plackett_luce", {}),
+        ("head_ensemble", {"heads": 2, "bootstrap": False, "center_rewards_coefficient": 0.5}),
+    ],
+)
+def test_rewards_of_pairs_include_the_label_mean_of_the_model_that_is_continued(
+    tmp_path: Path, contracts: Contracts, objective: str, settings: dict[str, Any]
+) -> None:
+    paths = [write(tmp_path / "pairs.jsonl", {"prompt": "why", "chosen": "a", "rejected": "no"})]
+    start = contracts().with_label_means([2.0])
+    how: dict[str, Any] = {"objective": objective, "settings": settings, "contract": start}
+    data = build(contracts, paths, paths, **how, allow_prompt_overlap=True)
+    assert data.contract.label_means == (2.0,)
+    outputs = torch.tensor([[1.0], [-1.0]]).expand(2, data.objective.output_columns.count)
+    found = describe_rewards(data.objective, data.validation[0], outputs)
+    names = ("reward_chosen_mean", "reward_rejected_mean", "reward_mean/reward")
+    assert [found[name] for name in names] == [3.0, 1.0, 2.0]
+    # The term that keeps rewards around 0 is (3 + 1) ** 2.
+    centring = 0.5 * 16 if "center_rewards_coefficient" in settings else 0.0
+    assert found["loss"] == pytest.approx(math.log1p(math.exp(-2.0)) + centring)
+
+
 def test_margin_cannot_scale_by_less_than_nothing(ranked: Path, contracts: Contracts) -> None:
     path = write(ranked, *({**PLAIN, "label_margin": margin} for margin in (0, None, -1, -2)))
     message = r"ranked.jsonl:3: label_margin: .* -1 .* 0 or more.*\(2 labels of train"
@@ -163,7 +188,7 @@ def test_pairs_and_ratings_are_one_set(rated: Path, pairs: Path, contracts: Cont
         assert bool(torch.isnan(records.labels.values[counts == 2]).all())
         assert data.contract.label_means == (2.5, 2.0)
         for dataset in data.validation:
-            assert dataset.records.labels.means == (2.5, 2.0)
+            assert dataset.records.labels.means == {"help": 2.5, "brief": 2.0}
         assert "label means" in data.train.reports[paths.index(rated)].table()
         assert "label means" not in data.train.reports[paths.index(pairs)].table()
     with pytest.raises(DataError, match="no record has a label of help"):
@@ -190,7 +215,7 @@ def test_bins_are_in_the_contract_and_labels_are_not_centred(
     wanted = Readout("bins", ((0.0, 2.0, 4.0),) * 2)
     assert data.contract.output_readout == wanted
     assert data.contract.label_means == (0.0, 0.0)
-    assert data.train.records.labels.means == (None, None)
+    assert data.train.records.labels.means == {}
     # A run that starts from this model has the same bins.
     again = build(contracts, [rated], **how, contract=data.contract)
     assert again.contract.output_readout == wanted

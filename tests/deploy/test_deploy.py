@@ -155,6 +155,30 @@ def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
     assert trainer["numProcPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
+def test_pods_of_a_run_are_selected_by_labels_that_they_have() -> None:
+    """The labels of a Job are not those of its pods; JobSet adds its own to both."""
+    (runtime,) = manifests("TrainingRuntime")
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = {
+        **job["template"]["spec"]["template"].get("metadata", {}).get("labels", {}),
+        "jobset.sigs.k8s.io/replicatedjob-name": job["name"],
+        "jobset.sigs.k8s.io/jobset-name": "of the run",
+    }
+    affinity = training_pod()["affinity"]["podAffinity"]
+    (preferred,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = preferred["podAffinityTerm"]
+    assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert term["matchLabelKeys"] == ["jobset.sigs.k8s.io/jobset-name"]
+
+
+def test_update_needs_no_further_gpu_and_may_take_as_long_as_a_start() -> None:
+    deployment = deployment_of("reward-model")["spec"]
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    probe = deployment["template"]["spec"]["containers"][0]["startupProbe"]
+    start_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert deployment["progressDeadlineSeconds"] > start_s
+
+
 def test_the_server_is_asked_where_it_answers() -> None:
     deployment = deployment_of("reward-model")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

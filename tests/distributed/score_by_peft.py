@@ -17,7 +17,7 @@ def main(adapter: str, pairs: str) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(
         config["base_model_name_or_path"], num_labels=1, dtype=torch.float32
     )
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model = PeftModel.from_pretrained(model, adapter).eval()
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     texts = [

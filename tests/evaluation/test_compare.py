@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.cli.evaluate import compare_parser, run_compare
 from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.evaluation.compare import compare_files, render_compared
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.ranking import mcnemar, wilson_interval
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.evaluation.refusals import refusal
 from tests.harness.scorers import source_of
 
@@ -124,6 +125,26 @@ def test_compared_pairs_may_have_other_words_around_their_prompts(
     # Another question makes another pair.
     other.write_text(files[1].read_text().replace("2+2?", "3+3?"))
     assert f"{files[0]} and {other}: " in refusal(DataError, compare_files, files[0], other)
+
+
+def test_files_written_by_compare_replace_no_other_file_silently(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*options: str) -> int:
+        return run_compare(compare_parser().parse([*map(str, files), *options]))
+
+    table, flips = tmp_path / "table.json", tmp_path / "flips.jsonl"
+    for options, error in {
+        (f"--flips={files[0]}",): f"flips: {files[0]} is the first file to compare. Name another",
+        (f"--output={files[1]}",): f"output: {files[1]} is the second file to compare",
+        (f"--output={table}", f"--flips={table}"): f"flips: {table} is the file of output",
+        (f"--flips={files[0] / 'flips.jsonl'}",): f"flips: {files[0]} cannot be written",
+    }.items():
+        assert refusal(ConfigError, compare, *options).startswith(error)
+    flips.write_text("from before")
+    assert compare(f"--output={table}", f"--flips={flips}", "--output=/dev/null") == 0
+    written = f"output: /dev/null\nflips: {flips} (in place of another)\n"
+    assert capsys.readouterr().out.endswith(written)
 
 
 def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -326,6 +326,27 @@ def test_pseudo_labels_exchange_the_replies() -> None:
         assert order_by_teacher(right, "chat_pairs", PairKeys()) == (right, False)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "is_reordered"), [([0, 1], True), ([2, 1], False), ([1, 1], True), (None, True)]
+)
+def test_pseudo_labels_of_ranks_remove_the_margins_of_another_order(
+    ranks: list[int] | None, is_reordered: bool
+) -> None:
+    """Ranks may begin with 1; replies without ranks are tied."""
+    margins = {"label_margin": 3, "metadata": {"margin": 2, "id": 7}}
+    kept = {"metadata": {"id": 7}} if is_reordered else margins
+    rewarded = {"teacher_rewards": [0.5, 1.5]}
+    row = {"prompt": "p", "responses": ["a", "b"], **rewarded}
+    given = {} if ranks is None else {"ranks": ranks}
+    ordered = order_by_teacher({**row, **given, **margins}, "responses", PairKeys())
+    assert ordered == ({**row, "ranks": [1, 0], **kept}, is_reordered)
+    if ranks is not None:
+        of_nemo_rl = {**tiny.ranked("p", *zip(ranks, "ab", strict=True)), **rewarded, **margins}
+        wanted = {**tiny.ranked("p", (1, "a"), (0, "b")), **rewarded, **kept}
+        found = order_by_teacher(of_nemo_rl, "nemo_rl_preference", PairKeys())
+        assert found == (wanted, is_reordered)
+
+
 def test_confidence_is_the_probability_less_the_spread() -> None:
     assert confidence(np.array([[1.0, 3.0]])) == pytest.approx(1 / (1 + math.exp(-2)))
     two = np.array([[4.0, 1.0], [2.0, 1.0]])  # margins 3 and 1: mean 2, deviation 1

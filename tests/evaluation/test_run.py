@@ -144,6 +144,14 @@ def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     assert "task=best_of_n" in error
     error = refused(model, "aggregate=min", "task=prmbench")
     assert error.startswith("aggregate: got min, but task=prmbench"), error
+    # An output would replace a file that is read, or another output.
+    same = "{}: {} is the file of {}. Name another"
+    error = refused(model, "output_rewards=./x.jsonl")
+    assert error == same.format("output_rewards", "x.jsonl", "data.path")
+    error = refused(model, "report=a.nemo")
+    assert error == same.format("report", "a.nemo", "rm_model_file")
+    error = refused(model, "output=r.json", "output_rewards=r.json")
+    assert error == same.format("output_rewards", "r.json", "output")
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +212,15 @@ def test_evaluation_of_a_benchmark_shows_and_writes_its_verdicts(
     output, lines = tmp_path / "report.json", tmp_path / "verdicts.jsonl"
     settings = [f"rm_model_file={model}", f"data.path={path}", "task=rewardbench"]
     more = [f"output={output}", f"output_rewards={lines}"]
+    output.write_text("from before")
     evaluate(load_config(EvaluateConfig, [*settings, *more]))
     share = sum(verdict["right"] for verdict in rows_of(lines)) / 5
     rows = {row["name"]: row["value"] for row in json.loads(output.read_text())["rows"]}
     assert rows == {"alpacaeval-easy": share, "Chat": share}
-    assert f"alpacaeval-easy{share:>10.4f}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"alpacaeval-easy{share:>10.4f}" in shown
+    written = f"output: {output} (in place of another)\noutput_rewards: {lines}\n"
+    assert shown.endswith(written)
+    unwritable = f"report={output / 'page.html'}"
+    with pytest.raises(ConfigError, match=r"^report: the file .* cannot be written"):
+        evaluate(load_config(EvaluateConfig, [*settings, unwritable]))

@@ -182,6 +182,8 @@ def test_files_of_results_hold_null_for_what_is_not_finite(tmp_path: Path) -> No
     verdicts.write(tmp_path / "verdicts.jsonl")
     verdict = json.loads((tmp_path / "verdicts.jsonl").read_text())
     assert (verdict["right"], verdict["rewards"]) == (None, {"right": [None], "wrong": [0.0]})
+    error = refusal(ConfigError, verdicts.write, tmp_path / "report.json" / "verdicts.jsonl")
+    assert error.startswith("output_rewards: ")
 
 
 # Files of the published benchmarks: how many items are scored, and how many are left out.

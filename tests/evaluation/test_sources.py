@@ -17,6 +17,7 @@ import pytest
 
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.load import load_config
+from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.sources import open_server
 from nemo_aligner.serving.client.pool import NoServerError
@@ -248,7 +249,12 @@ def test_vllm_is_sent_messages_and_a_token(
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
     rewards = query(f"{server.url}/classify/", [messages], token_variable="A_TOKEN")
     assert rewards.tolist() == [[3.0]]
-    assert server.received == [({"messages": messages, "use_activation": False}, "Bearer secret")]
+    body = {"messages": messages, "use_activation": False}
+    assert server.received == [(body, "Bearer secret")]
+    # Beside the messages, vLLM ignores these.
+    variables: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "documents": [{"a": "b"}]}
+    query(f"{server.url}/classify", [Conversation(messages, **variables)])
+    assert server.received[1:] == [({**body, "chat_template_kwargs": variables}, None)]
 
 
 def test_server_that_answers_otherwise_or_not_at_all_is_an_error(server: ScriptedServer) -> None:

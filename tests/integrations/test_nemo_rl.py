@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ import torch
 from nemo_aligner.contract.messages import Conversation, messages_of
 from nemo_aligner.contract.messages import flatten_message as said_by
 from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.integrations import nemo_rl
+from nemo_aligner.integrations import in_process, nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
 from nemo_aligner.serving.client import ScoredRows
@@ -244,6 +247,51 @@ def test_servers_are_asked(fake_server: str) -> None:
     asking.shutdown()
 
 
+class Overlapping:
+    """A scorer that counts calls in flight."""
+
+    contract = CONTRACT
+    attributes = CONTRACT.attributes
+
+    def __init__(self) -> None:
+        self.running = self.most_running = 0
+
+    def score_rows(self, texts: Any, *, on_error: str = "nan") -> ScoredRows:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        time.sleep(0.02)
+        self.running -= 1
+        return Sums().score_rows(texts)
+
+
+@pytest.mark.parametrize(("is_local", "most_running"), [(False, 4), (True, 1)])
+def test_steps_of_an_actor_s_threads_run_at_once_unless_the_model_is_local(
+    is_local: bool, most_running: int
+) -> None:
+    """Asynchronous rollouts make a step of each sample."""
+    scorer: Any = Overlapping()
+    shared = RewardModelEnvironment({}, InProcessScorer(scorer) if is_local else scorer)
+    with ThreadPoolExecutor(4) as threads:
+        steps = threads.map(lambda text: shared.step([said("a", text)], [None]), "bcde")
+    assert [step.rewards.tolist() for step in steps] == [[97.5], [98.0], [98.5], [99.0]]
+    assert scorer.most_running == most_running
+
+
+def test_model_on_the_cpu_of_a_node_with_gpus_gives_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(in_process, "_DEVICE_FILES", tmp_path)
+    cpu = torch.device("cpu")
+    in_process._report_device("rm.nemo", cpu)
+    assert capsys.readouterr().out == "rm.nemo: the reward model scores on cpu\n"
+    assert not caplog.messages
+    (tmp_path / "nvidia0").touch()
+    in_process._report_device("rm.nemo", torch.device("cuda", 0))
+    assert not caplog.messages
+    in_process._report_device("rm.nemo", cpu)
+    assert "on the CPU, which is slow, because this process sees none of" in caplog.text
+
+
 class TestInProcess:
     LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
 
@@ -371,16 +419,21 @@ def test_it_is_registered_where_nemo_rl_looks(monkeypatch: pytest.MonkeyPatch) -
         },
         "nemo_rl.environments": {},
         "nemo_rl.environments.utils": {"register_env": environments.__setitem__},
-        "ray": {"remote": lambda cls: ("actor", cls)},
+        "ray": {"remote": lambda **options: lambda cls: ("actor", cls, options)},
     }
     for name, members in stand_ins.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
+    variable = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # else ray 2.55 hides the GPUs
+    monkeypatch.setenv(variable, "")  # so that its old value is restored
+    monkeypatch.delenv(variable)
     nemo_rl.register("mine", "/there/python")
+    assert os.environ[variable] == "0"
     actor = environments["mine"]
     assert pythons == {actor: "/there/python"}
     assert processors == {"nemo_aligner_messages": nemo_rl.messages_processor}
-    assert getattr(nemo_rl, actor.rpartition(".")[2]) == ("actor", RewardModelEnvironment)
+    made = getattr(nemo_rl, actor.rpartition(".")[2])
+    assert made == ("actor", RewardModelEnvironment, {"max_concurrency": 64})
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         _ = nemo_rl.Other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -32,6 +33,7 @@ from nemo_aligner.config.load import load_values
 from nemo_aligner.contract.scorer import ScoredRows, score_all
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym import drop_in
+from nemo_aligner.serving import client
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import blocks
@@ -134,7 +136,8 @@ SLIME_MODULES = {
 }
 # Flags of slime_grpo.sh and its model's file that Megatron defines, not slime.
 MEGATRON_FLAGS = {
-    "lr", "lr-decay-style", "optimizer", "save", "save-interval", "sequence-parallel",
+    "lr", "lr-decay-style", "optimizer", "load", "save", "save-interval", "sequence-parallel",
+    "attention-dropout", "hidden-dropout",
     "tensor-model-parallel-size", "global-batch-size", "swiglu", "num-layers", "hidden-size",
     "ffn-hidden-size", "num-attention-heads", "group-query-attention", "num-query-groups",
     "use-rotary-position-embeddings", "disable-bias-linear", "normalization", "norm-epsilon",
@@ -187,7 +190,7 @@ def test_nemo_rl_reads_the_settings_and_creates_the_environment(
         "hydra._internal.config_loader_impl": {"ConfigLoaderImpl": None},
         "hydra.core.override_parser.overrides_parser": {"OverridesParser": None},
         "hydra.utils": {"get_object": lambda name: getattr(nemo_rl, name.rpartition(".")[2])},
-        "ray": {"remote": Actor},
+        "ray": {"remote": lambda **options: Actor},
         "nemo_rl.utils.venvs": {"create_local_venv_on_each_node": None},
         "nemo_rl.environments.interfaces": {"EnvironmentInterface": object},
         "nemo_rl.data.processors": {"register_processor": print},
@@ -320,6 +323,18 @@ def test_verl_loads_the_reward_function(
     assert answers[1] == {"score": -5.0, "helpfulness": -5.0, "verbosity": -5.0}
 
 
+@pytest.mark.parametrize("variables", [{}, {"REWARD_TOKEN": "secret"}])
+def test_verl_reward_sends_the_token_of_the_environment(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(client, "RewardClient", lambda url, **options: options)
+    example = runpy.run_path(str(FOLDER / "verl_reward.py"))
+    assert example["_client"]["token"] == variables.get("REWARD_TOKEN")
+
+
 def test_verl_s_rows_lose_the_nulls_and_arrays_of_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's data set has the rows as lists, or as arrays where pandas has read the file."""
     example = runpy.run_path(str(FOLDER / "verl_reward.py"))
@@ -445,6 +460,20 @@ def test_text_of_slime_gets_the_reward_of_its_conversation(
         assert "X-Foreign-Template-Rows" not in answer.headers
         reward = json.load(answer)
     np.testing.assert_allclose(reward, score_all(scorer, [CHAT]).sum(), **CLOSE)
+
+
+def test_slime_script_trains_without_dropout_and_resumes(tmp_path: Path) -> None:
+    """slime leaves to its launch scripts what Megatron requires before Blackwell."""
+    models = tmp_path / "scripts/models"
+    models.mkdir(parents=True)
+    (models / "qwen3-4B.sh").write_text("MODEL_ARGS=()")
+    given = arguments_of("slime_grpo.sh", tmp_path, "ray")
+    command = given.index("--")  # the JSON before it has several lines
+    environment = "".join(given[:command]).partition("--runtime-env-json=")[2]
+    assert json.loads(environment)["env_vars"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    flags = dict(itertools.pairwise(given[command:]))
+    assert (flags["--attention-dropout"], flags["--hidden-dropout"]) == ("0", "0")
+    assert flags["--load"] == flags["--save"]
 
 
 def test_slime_knows_the_flags_and_gets_the_reward(

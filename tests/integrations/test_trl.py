@@ -109,6 +109,13 @@ def test_a_refused_completion_has_nan_and_is_logged() -> None:
     assert reward([], [], log_metric=logged.__setitem__) == []
 
 
+def test_a_refused_completion_gets_the_reward_that_is_set_for_it() -> None:
+    """Beside another reward function, TRL takes NaN for 0, which may be the best reward."""
+    reward = reward_function("http://127.0.0.1:1", attribute="minus", refused_reward=-500.0)
+    reward._client = Client()  # type: ignore[assignment]
+    assert reward(["a", "", "b"], ["c", "", "d"]) == [-196.0, -500.0, -198.0]
+
+
 class WithoutReasoning(Client):
     """A fake client of a model whose chat template has no reasoning."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,12 @@ def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
     rewards = torch.tensor(flat)[:, None]
     check_gradient(objective, rewards, records)
     check_any_batch(objective, rewards, records)
+    # A label mean is added before steps are merged: a product depends on it.
+    offset = replace(records, labels=records.labels.centred_on({"reward": 0.25}))
+    assert loss_of(objective, [reward - 0.25 for reward in flat], offset) == (
+        pytest.approx(wanted),
+        2,
+    )
     # The last reward of a trajectory has its length: 3 against 1, and 2 against 2.
     report = objective.report(rewards, records, torch.tensor([9, 9, 3, 1, 9, 2, 7, 2]))
     right = float(first > second) + float(third > fourth)

@@ -25,7 +25,8 @@ from nemo_aligner.models.latent_attention import LatentAttention
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.latent_attention import LatentAttentionShape
 from nemo_aligner.models.step import infer
-from nemo_aligner.planning.planner import PlanRequest, render_heading
+from nemo_aligner.planning.planner import PlanRequest
+from nemo_aligner.planning.render import render_heading
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.exporting import assert_same, edit_tensors, export, tensors_of

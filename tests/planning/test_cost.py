@@ -30,8 +30,9 @@ from nemo_aligner.planning.cost import (
     traffic,
 )
 from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
-from nemo_aligner.planning.planner import Planner, PlanRequest, settings_of
+from nemo_aligner.planning.planner import Planner, PlanRequest
 from nemo_aligner.planning.presets import preset
+from nemo_aligner.planning.render import settings_of
 from nemo_aligner.planning.step_time import Machine, step_time
 from nemo_aligner.utils.errors import ConfigError
 from tests.harness import tiny

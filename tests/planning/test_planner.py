@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,16 @@ import pytest
 import yaml
 
 from nemo_aligner.cli.main import main
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.gemma4 import Gemma4Shape
+from nemo_aligner.models.shapes.lora import LoraShape, with_lora
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.planner import PlanRequest
 from nemo_aligner.planning.presets import preset
 from nemo_aligner.utils.errors import ConfigError
+from tests.harness.contracts import Contracts
 from tests.harness.launching import run_code
 
 CONFIG = {
@@ -157,9 +162,31 @@ def test_plan_has_only_layouts_that_training_accepts(plan: Plan) -> None:
     for rank, tps in ((3, {1}), (4, {1, 2})):
         planner = PlanRequest(lora_rank=rank, seq_length=64).planner(experts)
         assert {layout.plan.tp for layout in planner.candidates(2)} == tps
+        # Adapters that training will fold are loaded first.
+        adapted = replace(experts, lora=planner.shape.lora)
+        planner = PlanRequest(lora_rank=0, seq_length=64).planner(adapted)
+        assert planner.shape.lora is None
+        assert {layout.plan.tp for layout in planner.candidates(2)} == tps
     gemma4 = Gemma4Shape(16, 2, keys_as_values=False, global_rotary=0.5, shared_layers=2)
     with pytest.raises(ConfigError, match=r"^recompute: got full, .* Set it to auto, selective"):
         PlanRequest(recompute="full").planner(replace(shape, gemma4=gemma4))
+
+
+@pytest.mark.parametrize(
+    ("channels", "of_full_layers", "can_ring"),
+    [(256, 256, True), (264, 264, False), (84, 84, False), (256, 512, False)],
+)
+def test_ring_is_offered_only_if_its_kernel_supports_the_heads_of_all_layers(
+    channels: int, of_full_layers: int, can_ring: bool
+) -> None:
+    config = {**CONFIG, "max_position_embeddings": 8192, "kv_channels": channels}
+    shape = ModelShape.from_config({**config, "window_size": [511, 0], "window_attn_skip_freq": 2})
+    if of_full_layers != channels:
+        shape = replace(shape, gemma4=Gemma4Shape(of_full_layers, 2, False, 0.5))
+    planner = PlanRequest(seq_length=8192).planner(shape)
+    plans = [layout.plan for layout in planner.candidates(2)]
+    assert any(plan.cp == 2 for plan in plans)
+    assert any(plan.ring for plan in plans) is can_ring
 
 
 def test_plan_assumes_the_peak_of_the_precision(plan: Plan) -> None:
@@ -193,9 +220,6 @@ def test_plan_says_what_would_fit_with_what_it_offloads(plan: Plan) -> None:
 
 
 def test_plan_has_settings_of_training(plan: Plan) -> None:
-    from nemo_aligner.config.load import load_config
-    from nemo_aligner.config.training import TrainConfig
-
     shown = plan.shown("--params=70B", "--gpus=64", "--top=1")
     settings = [line.strip() for line in shown.splitlines() if line.startswith("  model.")]
     model = load_config(TrainConfig, settings).model
@@ -219,6 +243,32 @@ def test_plan_of_a_model_config_and_of_an_archive_s_folder(plan: Plan, tmp_path:
     assert rows(of_file) == rows(of_folder)
     # Two query groups do not split over four.
     assert not [row for row in rows(of_file) if "TP=4" in row["layout"]]
+
+
+def test_plan_of_a_reward_model_is_that_of_training_from_it(
+    plan: Plan, tmp_path: Path, contracts: Contracts
+) -> None:
+    """Length, precision and adapters are the archive's; without adapters, all weights train."""
+    lora = LoraShape(4, 8.0, ("linear_qkv", "linear_fc1"))
+    config = with_lora({**CONFIG, "max_position_embeddings": 4096}, lora)
+    (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "model_weights").mkdir()
+    contract = replace(contracts(), seq_length=512, dtype="fp32")
+    (tmp_path / "scoring_contract.json").write_text(json.dumps(contract.to_dict()))
+    step = (f"--config={tmp_path}", "--gpus=1")
+    shown = plan.shown(*step)
+    assert f"parameters, fp32, LoRA of {lora}\n" in shown
+    assert " pairs of 2 x 512 tokens" in shown
+    settings = [line.strip() for line in shown.splitlines() if line.startswith("  model.")]
+    model = load_config(TrainConfig, settings).model
+    assert LoraShape.from_settings(model.lora) == lora
+    for full in ("--lora-rank=0", "--freeze-layers=1"):
+        assert "lora" not in plan.shown(*step, full).lower()
+    shown = plan.shown(*step, "--lora-rank=4", "--seq-length=128", "--precision=bf16")
+    assert f"parameters, bf16, LoRA of {lora}\n" in shown
+    assert " pairs of 2 x 128 tokens" in shown
+    for other in ("--lora-rank=8", "--base-precision=int8"):
+        assert f"--config: the model has LoRA adapters of {lora}, but" in plan.error(*step, other)
 
 
 def test_plan_of_several_numbers_of_gpus_has_a_line_each(plan: Plan) -> None:

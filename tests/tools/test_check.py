@@ -17,6 +17,7 @@ from nemo_aligner.tools.check import Check, choose_samples, run_check
 from nemo_aligner.tools.invariance import (
     Scored,
 )
+from nemo_aligner.utils.errors import ConfigError
 from tests.harness import tiny
 
 # Rewards of two pairs, with two attributes.
@@ -81,3 +82,5 @@ def test_check_says_once_what_does_not_fit(
     table = json.loads(output.read_text())
     assert [row["ok"] for row in table["rows"]] == [True, False]
     assert table["summary"] in shown
+    with pytest.raises(ConfigError, match=r"^output: pairs\.jsonl is the file of --data"):
+        run_check(Check(str(model), data="pairs.jsonl"), Path("pairs.jsonl"))

@@ -187,9 +187,15 @@ def test_critic_of_a_quantized_base_is_dense_and_goes_on_from_its_own_archive(
         model_folder / "rm.nemo", layout, num_attributes=1, precision=Precision.fp32, lora=lora
     )
     tokenizer, contract = read_text_rules(model_folder / "rm.nemo")
-    contract = replace(contract, base_precision="nf4")
+    dense, contract = contract, replace(contract, base_precision="nf4")
     save_reward_model(archive, loaded.model, loaded.config, tokenizer, contract)
-    path = open_run(str(archive), tmp_path / "run", layout).save()
+    # The contract that is expected is the one that the server publishes: that of dense weights.
+    published, in_bf16 = dense.hash, dense.with_dtype(Precision.bf16).hash
+    unlike = rf"^expect_contract: got .* {in_bf16}, wanted {published}\."
+    expected = f"expect_contract={published}"
+    with pytest.raises(ConfigError, match=unlike):
+        open_run(str(archive), tmp_path / "run", layout, expected, "trainer.precision=bf16")
+    path = open_run(str(archive), tmp_path / "run", layout, expected).save()
     assert read_lora(load_reward_model(path, layout).config) is None
     assert read_text_rules(path)[1].base_precision is None
     open_run(str(path), tmp_path / "run", layout)

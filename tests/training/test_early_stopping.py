@@ -92,17 +92,41 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
             for more in ([], [change])
         )
         left = RunState(3, 24, judged, config=previous, best_value=0.5, validations_since_best=2)
-        state = resumed_state(RunState(0, 0, config=now), left)
+        state = resumed_state(RunState(0, 0, config=now), left, NAME)
         assert (state.step, state.consumed_samples) == (3, 24)
         count = (state.best_value, state.validations_since_best)
         assert count == (best, 2 if best else 0), change
         # On other records the last step was not validated.
         has_other_records = "limit" in change or "validation" in change
         assert state.metrics == ({} if has_other_records else judged), change
-        changes = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
+        changes = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now), NAME)
         assert (
             "the search for the best checkpoint restarts" in "".join(changes)
         ) == has_other_records, change
+
+
+def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> None:
+    both = {"validation": "a", "more": "b"}
+    swapped = dict(reversed(both.items()))
+    named = {"exp_manager": {"checkpoint_callback_params": {"monitor": NAME}}}
+    for before, after, config, monitor, kept, best in (
+        ({"validation": "a"}, both, {}, NAME, {"validation"}, 0.5),
+        ({"validation": "a"}, swapped, named, NAME, {"validation"}, 0.5),
+        ({"validation": "a"}, swapped, {}, "more/accuracy", set(), None),
+        (both, swapped, {}, "more/accuracy", {"validation", "more"}, None),
+        (both, {"validation": "a", "more": "c"}, {}, NAME, {"validation"}, 0.5),
+        (both, {"validation": "a"}, {}, NAME, {"validation"}, 0.5),
+        (both, {"validation": "c", "more": "b"}, {}, NAME, set(), None),
+    ):
+        metrics = {f"{name}/accuracy": 0.4 for name in before}
+        left = RunState(3, 24, metrics, {}, config, {}, 0.5, 2, before)
+        fresh = RunState(0, 0, config=config, validated_on=after)
+        state = resumed_state(fresh, left, monitor)
+        assert state.metrics == {f"{name}/accuracy": 0.4 for name in kept}, after
+        count = (state.best_value, state.validations_since_best)
+        assert count == (best, 2 if best else 0), after
+        (*_, last) = ("", *changes_since(Saved(Path("step_3"), left), fresh, monitor))
+        assert ("the search for the best checkpoint restarts" in last) == (not kept), after
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:

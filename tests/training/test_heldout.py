@@ -12,10 +12,15 @@ import torch
 
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
+from nemo_aligner.evaluation.report.figures import heldout_sets
+from nemo_aligner.evaluation.report.run_report import read_report
 from nemo_aligner.training.heldout import HeldoutRewards
+from nemo_aligner.training.run import train
 from nemo_aligner.training.run_facts import RunFacts
 from tests.data import files
 from tests.harness import tiny
@@ -180,3 +185,40 @@ def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> 
     assert ["kept", "4"] in facts["data"][1]["rows"]
     assert facts["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert facts["peak_memory"]["host"] > 1e7
+
+
+def test_heldout_rewards_at_the_end_of_a_run_are_the_models(base: Path, tmp_path: Path) -> None:
+    """The best step is the first: what the run learns is wrong on the validation set."""
+    train_file = tiny.write_pairs(tmp_path / "train.jsonl", 24)
+    pairs = files.rows_of(train_file)
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs[:6]]
+    held = files.write(tmp_path / "held.jsonl", *swapped)
+    settings = [
+        *tiny.training(base, tmp_path / "run", train_file, held),
+        "trainer.rm.val_check_interval=1",
+        "exp_manager.checkpoint_callback_params.monitor=loss",
+    ]
+
+    def check(*more: str) -> None:
+        train(load_config(TrainConfig, [*settings, *more]))
+        states = [
+            json.loads(path.read_text())
+            for path in (tmp_path / "run/checkpoints").glob("step_*/run_state.json")
+        ]
+        losses = {state["step"]: state["metrics"]["validation-held/loss"] for state in states}
+        assert losses[1] < losses[2]
+        margins = [
+            row["rewards"]["chosen"] - row["rewards"]["rejected"]
+            for row in read_rows(tmp_path / "run")
+        ]
+        loss = float(-torch.nn.functional.logsigmoid(torch.tensor(margins)).mean())
+        assert loss == pytest.approx(losses[1], abs=1e-6)
+        report = read_report(tmp_path / "run")
+        assert report.exported["weights"] == "step 1"
+        assert heldout_sets([report])[0].metric("loss") == losses[1]
+
+    check("trainer.rm.max_steps=2")
+    # Also of a run that is only exported again, with a schedule that would need more steps.
+    (path,) = (tmp_path / "run/heldout").iterdir()
+    path.unlink()
+    check("trainer.rm.max_steps=2", "model.optim.sched.constant_steps=10")

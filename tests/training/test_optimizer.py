@@ -188,7 +188,7 @@ def test_damaged_checkpoint_is_refused_and_names_the_complete_ones(
     change_bytes(shards, 0.1)(steps[1])
     saved = checkpoints.list_saved()
     with pytest.raises(CheckpointError, match="step_00000004, step_00000003 are complete: move "):
-        checkpoints.load_model(saved[1], wrapped.module)
+        checkpoints.load_model([saved[1]], wrapped.module)
     for path in steps[:3]:
         shutil.rmtree(path)
     change_bytes(shards, 0.5)(steps[3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nemo_aligner.checkpoint import run as run_checkpoints
 from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.nemo import archive
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
+from nemo_aligner.checkpoint.run import RunState, Saved
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import LORA_TARGETS, ModelConfig
@@ -27,7 +29,7 @@ from nemo_aligner.training import prepare
 from nemo_aligner.training import run as run_module
 from nemo_aligner.training.dry_run import check_run
 from nemo_aligner.training.loggers import MetricLoggers
-from nemo_aligner.training.prepare import prepare_run
+from nemo_aligner.training.prepare import PreparedRun, prepare_run
 from nemo_aligner.training.run import train
 from nemo_aligner.training.trainer import SupervisedTrainer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
@@ -129,6 +131,17 @@ def test_settings_that_the_model_does_not_support_are_rejected_before_its_data_i
         monkeypatch.setattr(CheckpointDescription, "read", Mock(return_value=checkpoint))
         with pytest.raises(ConfigError, match=message):
             prepare_run(load_config(TrainConfig, [*settings, *changes]), layout)
+
+
+def test_schedule_need_not_fit_a_run_that_has_no_step_left() -> None:
+    """A stopped run is finished by setting max_steps to the step of its newest checkpoint."""
+    config = load_config(TrainConfig, ["model.optim.sched.constant_steps=10"])
+    for step, fits in ((None, False), (2, False), (3, True), (4, True)):
+        latest = None if step is None else Saved(Path("step"), RunState(step, 8 * step))
+        run = PreparedRun(config, ONE, *[Mock()] * 3, latest)
+        vars(run)["loader"] = Mock(total_steps=lambda *limits: 3)
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"sched\.constant_steps"):
+            assert run.total_steps == 3
 
 
 def _described(plain: CheckpointDescription, case: str) -> CheckpointDescription:

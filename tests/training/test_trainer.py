@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +257,20 @@ def test_trainer_that_is_stopped_saves_says_why_and_makes_up_what_was_due_once(
     assert left.events == ["validate 0"]
 
 
+def test_trainer_measures_a_new_set_where_it_resumes_without_counting_again() -> None:
+    metrics = {"validation/accuracy": 0.5}
+    start = RunState(2, 16, metrics, best_value=0.7, validations_since_best=1)
+    for sets, events in (
+        (["validation", "more"], ["validate 2", "amend 2", "train 2"]),
+        (["validation"], ["train 2"]),
+    ):
+        diary, patience = Diary(), EarlyStopping("validation/accuracy", patience=2)
+        patience.restore(start)
+        state = replace(start, validated_on=dict.fromkeys(sets, "digest"))
+        assert fit(diary, 3, state, patience, val_check_interval=2) is None
+        assert diary.events[: len(events)] == events
+
+
 def test_trainer_does_not_save_a_broken_step() -> None:
     class Broken(Diary):
         def train_step(self, step: int) -> dict[str, float]:
@@ -386,7 +401,7 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     checkpoints = RunCheckpoints(folder, diary.monitor)
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
-    start = fresh if latest is None else resumed_state(fresh, latest.state)
+    start = fresh if latest is None else resumed_state(fresh, latest.state, diary.monitor)
     patience = EarlyStopping(diary.monitor, patience=2)
     patience.restore(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}

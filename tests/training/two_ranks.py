@@ -195,7 +195,7 @@ def resume(layout: ParallelLayout, folder: Path) -> list[dict[str, int]]:
     checkpoints.save(RunState(1, 8), model, optimizer)
     saved = checkpoints.latest()
     previous = bytes_read()
-    checkpoints.load_model(saved, other_model)
+    checkpoints.load_model([saved], other_model)
     of_model = bytes_read() - previous
     with Allocated() as allocated:
         previous = bytes_read()

@@ -35,6 +35,7 @@ from nemo_aligner.checkpoint.nemo.folder import (
     folder_of,
 )
 from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.distributed.collectives import (
     barrier,
     gather_objects,
@@ -458,7 +459,15 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
 
 
 def read_model_config(path: Path) -> Mapping[str, Any]:
+    """Read a model's config as ``read_config_and_contract`` does."""
+    return read_config_and_contract(path)[0]
+
+
+def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringContract | None]:
     """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
+
+    Returns:
+        The config; and the scoring contract of an archive or folder, None for a base model.
 
     Raises:
         ConfigError: the file does not exist, or holds no YAML mapping.
@@ -468,11 +477,11 @@ def read_model_config(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"config: got {path}, which does not exist")
     if path.suffix == ".nemo" or path.is_dir():
         with open_nemo(path, with_weights=False) as folder:
-            return folder.config
+            return folder.config, folder.read_contract()
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
-    return config
+    return config, None

@@ -33,6 +33,7 @@ from nemo_aligner.checkpoint.weights.store import (
 )
 from nemo_aligner.config.common import count_of_config
 from nemo_aligner.contract.added_tokens import load_hf_tokenizer, without_surplus_tokens
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -200,6 +201,13 @@ class NemoFolder:
         """
         path = self.root / CONTRACT_NAME
         return read_json(path, f"{self.source}: {CONTRACT_NAME}") if path.is_file() else None
+
+    def read_contract(self) -> ScoringContract | None:
+        """Return ``contract`` as an object; CheckpointError if it is not a valid one."""
+        try:
+            return None if self.contract is None else ScoringContract.from_dict(self.contract)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.source}: {error}") from error
 
     def _read_config(self) -> dict[str, Any]:
         """Read the checkpoint's settings, and translate them to the keys of NeMo 1."""

@@ -438,14 +438,12 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
     With ``tokenizer``, also check that the contract's chat template does not loop forever.
     """
-    if folder.contract is None:
-        return None
-    try:
-        contract = ScoringContract.from_dict(folder.contract)
-        if tokenizer is not None:
+    contract = folder.read_contract()
+    if contract is not None and tokenizer is not None:
+        try:
             contract.check_template_ends(tokenizer)
-    except (CheckpointError, DataError) as error:
-        raise CheckpointError(f"{folder.source}: {error}") from error
+        except DataError as error:
+            raise CheckpointError(f"{folder.source}: {error}") from error
     return contract
 
 

@@ -52,23 +52,33 @@ def open_weights(folder: Path) -> TensorStore:
 def load_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, *, with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
+    """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``; collective.
 
-    Collective. Before loading, the CRC-32 of the weights is compared, and with ``with_optimizer``
-    that of the optimizer's state. Each rank checks an equal part, at about 3 GB a second on one
-    core, which takes about as long as loading.
+    Raises:
+        DamagedError: on every rank, if the data is incomplete or was changed (``open_checked``).
+        CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or is
+            stored in a file that would run code.
+    """
+    store, common = open_checked(folder, with_optimizer=with_optimizer)
+    return store.load(sharded_state_dict, common)
+
+
+def open_checked(folder: Path, *, with_optimizer: bool) -> tuple[TensorStore, dict[str, Any]]:
+    """Open the weights in ``folder``, and read the plain data in ``common.pt``; collective.
+
+    The CRC-32 of the weights is compared, and with ``with_optimizer`` that of the optimizer's
+    state. Each rank checks an equal part, at about 3 GB a second on one core, which takes about as
+    long as loading.
 
     Raises:
         DamagedError: on every rank, if the data is incomplete or was changed.
-        CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or is
-            stored in a file that would run code.
     """
     try:
         store, common = raise_everywhere(lambda: _open_with_common(folder))
         store.check_whole(with_optimizer=with_optimizer)
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
-    return store.load(sharded_state_dict, common)
+    return store, common
 
 
 def check_complete(folder: Path) -> None:

@@ -439,6 +439,23 @@ class ShardedModel(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
 
 
+class ShardedOptimizer(Protocol):
+    """An optimizer whose state is saved next to the model's weights.
+
+    ``sharded_state_dict`` returns copies in host memory, which may not have finished yet. The
+    optimizer's next update waits until they have, and the next call of ``sharded_state_dict``
+    overwrites them. ``finish_update`` waits until the last update has reached the model's weights.
+    """
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+
 def sharded_weights(model: ShardedModel) -> dict[str, Any]:
     """Return the sharded state dict of the weights that a run's checkpoint holds.
 

@@ -301,6 +301,36 @@ class TorchDistStore(TensorStore):
             read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
+class MeanStore(TensorStore):
+    """The mean of the weights in several ``stores``, which have the same tensors.
+
+    Each tensor is summed in float64 when it is read, and rounded once. So host memory needs room
+    for one tensor, not for the sums of all. The mean of one store is that store.
+    """
+
+    def __init__(self, stores: Sequence[TensorStore]) -> None:
+        super().__init__(stores[0].folder, stores[0].tensors)
+        self._stores = stores
+
+    def check_data(self, *, read: bool) -> None:
+        for store in self._stores:
+            store.check_data(read=read)
+
+    def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
+        if len(self._stores) == 1:
+            return self._stores[0].read_into(target, key, offsets)
+        # A mean of values of -0.0 stays -0.0 only if the sum starts there, too.
+        total = torch.full(target.shape, -0.0, dtype=torch.float64)
+        counts = []
+        for store in self._stores:
+            part = torch.zeros_like(target, device="cpu")
+            counts.append(store.read_into(part, key, offsets))
+            check_finite(part, f"{store.source}: {key}")
+            total.add_(part)
+        target.copy_(total.div_(len(self._stores)))
+        return min(counts)
+
+
 # Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
 # ``common.pt``. Since 0.17, megatron-core itself stores it like a shard of a tensor.
 

@@ -171,7 +171,8 @@ def choose_format(
         kind: kind of records that the format must have; None allows comparisons and ratings.
         lines: lines of the file.
         pair_keys: names of the fields of pairs; if given, the format is ``chat_pairs``.
-        labels: label columns. A format also recognizes a record that fits it without these columns.
+        labels: label columns. A format also recognizes a record that has its keys, if it certainly
+            has the format without these columns.
 
     Raises:
         ConfigError: there is no format called ``fmt`` with records of this ``kind``, or
@@ -211,7 +212,10 @@ def _recognize_format(
         first = first or line
         value = {key: cell for key, cell in line.value.items() if key not in labels}
         if chosen is None:
-            certain = (fmt.is_certain(line.value) or fmt.is_certain(value) for fmt in fitting)
+            certain = (
+                fmt.is_certain(line.value) or (fmt.matches(line.value) and fmt.is_certain(value))
+                for fmt in fitting
+            )
             chosen = next(itertools.compress(fitting, certain), None)
         if chosen is not None and chosen is not TEXT_PAIRS:
             return chosen

@@ -22,7 +22,7 @@ from nemo_aligner.contract.messages import (
     Text,
     read_messages,
     read_text,
-    with_tools,
+    with_context,
 )
 from nemo_aligner.data.records import Comparison, Origin, Record
 from nemo_aligner.utils.errors import DataError, writable
@@ -317,7 +317,7 @@ def read_conversation(
     """Join prompt and reply to a conversation, by the rules in the docstring of this package.
 
     Prompt and reply are each a string, a list of messages, or an object with ``messages``,
-    ``tools`` and ``documents``. The reply may also be a single message.
+    ``tools``, ``documents`` and ``principle``. The reply may also be a single message.
 
     Args:
         key: name of the reply's field, for errors.
@@ -325,28 +325,28 @@ def read_conversation(
     """
     if _has_messages(reply):
         text = read_conversation(prompt, reply["messages"], key, prompt_key)
-        return _add_tools(reply, text, key)
+        return _add_context(reply, text, key)
     if _has_messages(prompt):
         text = read_conversation(prompt["messages"], reply, key, prompt_key)
-        return _add_tools(prompt, text, prompt_key)
+        return _add_context(prompt, text, prompt_key)
     is_message = isinstance(reply, dict) and not {"role", _FROM}.isdisjoint(reply)
     turns = _standard_turns([reply] if is_message else reply, key)
     return _join(_standard_turns(prompt, prompt_key), turns, key, prompt_key)
 
 
 def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
-    """True for an object with ``messages``, which may also have ``tools`` and ``documents``."""
+    """True for an object with ``messages``, which may also have tools and the like."""
     return isinstance(part, dict) and isinstance(part.get("messages"), list)
 
 
-def _add_tools(
+def _add_context(
     part: dict[str, Any], text: Messages | Conversation, key: str
 ) -> Messages | Conversation:
     try:
-        conversation = with_tools(text, part.get("tools"), part.get("documents"))
+        conversation = with_context(text, part)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    assert not isinstance(conversation, str)  # ``with_tools`` returns a string only for one
+    assert not isinstance(conversation, str)  # ``with_context`` returns a string only for one
     return conversation
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from nemo_aligner.contract.messages import (
-    Conversation,
     Messages,
     Text,
     flatten_message,
@@ -166,7 +165,8 @@ def with_record_columns(record: Record, fields: Fields, labels: Container[str]) 
 def _add_tools(record: Record, value: Fields) -> Record:
     """Add the ``tools`` and ``documents`` of the fields ``value`` to a record's conversations.
 
-    Raises DataError if the record has ``chat_template_kwargs``, which are not supported.
+    Raises DataError if a conversation has others, or the record has ``chat_template_kwargs``, which
+    are not supported.
     """
     if isinstance(record.texts[0], str):
         return record
@@ -184,11 +184,6 @@ def _add_tools(record: Record, value: Fields) -> Record:
     documents = value["documents"] if is_list and "documents" in value else None
     if not (tools or documents):
         return record
-    if any(isinstance(text, Conversation) for text in record.texts):
-        raise DataError(
-            "tools: the record has tools or documents, and so has its conversation. Keep one of "
-            "the two"
-        )
     return with_texts(record, [with_tools(text, tools, documents) for text in record.texts])
 
 

@@ -522,10 +522,14 @@ class Heldout:
     predictions: Predictions
 
     def metric(self, name: str) -> float | None:
-        """Look up a metric that the evaluation, or the run's last validation, logged for this set.
+        """Look up a metric of the model whose ``predictions`` these are; None if it is unknown.
 
-        None if it was not logged.
+        The predictions are those of the evaluation, of the model that the run has exported, or, if
+        it has not finished, of its last validation.
         """
+        exported = self.report.exported.get("metrics", {})
+        if f"{self.name}/{name}" in exported:
+            return exported[f"{self.name}/{name}"]
         _, values = self.report.curves.get(f"{self.name}/{name}", ((), ()))
         return values[-1] if values else self.report.metrics.get(name)
 

@@ -104,8 +104,11 @@ def write_page(paths: Sequence[Path], output: Path) -> Path:
     return save_page([read_report(path) for path in paths], output)
 
 
-def save_page(reports: Sequence[RunReport], output: Path) -> Path:
+def save_page(reports: Sequence[RunReport], output: Path, setting: str = "output") -> Path:
     """Write the page for reports that were read already, and return its path.
+
+    Args:
+        setting: name of the setting that chose ``output``, for the error.
 
     Raises:
         ConfigError: there are too many reports, or ``output`` cannot be written.
@@ -116,7 +119,7 @@ def save_page(reports: Sequence[RunReport], output: Path) -> Path:
         write_whole(output, content.encode("utf-8", "replace"))
     except OSError as error:
         problem = write_problem(output, error)
-        raise ConfigError(f"output: the file {output} cannot be written: {problem}") from error
+        raise ConfigError(f"{setting}: the file {output} cannot be written: {problem}") from error
     return output
 
 

@@ -68,6 +68,11 @@ class RunReport:
     facts: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def exported(self) -> Mapping[str, Any]:
+        """The steps and the metrics of the model that a run has exported; empty without one."""
+        return self.facts.get("exported", {})
+
 
 def read_report(path: Path) -> RunReport:
     """Read a run's folder, or the files of an evaluation.

@@ -273,7 +273,9 @@ def _describe_accuracy(report: RunReport, sets: Sequence[Heldout]) -> str:
         share = compute_shares(heldout.predictions)[0]
         interval = format_interval(share.low, share.high)
         accuracy = format_share(share.accuracy)
-        descriptions.append(f"{accuracy} (95%: {interval}) on {share.pairs} pairs")
+        weights = report.exported.get("weights")
+        model = f", {weights}" if weights else ""
+        descriptions.append(f"{accuracy} (95%: {interval}) on {share.pairs} pairs{model}")
     return "; ".join(descriptions)
 
 

@@ -31,6 +31,7 @@ from nemo_aligner.models.attention.segments import (
     gathering_again,
 )
 from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.layer import widest_head
 
 
 class Feature(Enum):
@@ -419,7 +420,7 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
-    channels = _widest_head(shape)
+    channels = widest_head(shape)
     reason = varlen.why_no_kernel(dtype, channels)
     if reason is None:
         missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
@@ -446,13 +447,7 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
     has_window = any(Feature.WINDOW in case.features for case in gpu_cases(shape, dtype))
     if has_window and not varlen.has_operator(True):
         return f"torch {torch.__version__} has no kernel for {Feature.WINDOW.value}"
-    return varlen.why_no_kernel(dtype, _widest_head(shape))
-
-
-def _widest_head(shape: ModelShape) -> int:
-    """Return the channels of the widest head in any layer."""
-    layers = range(1, shape.num_layers + 1)
-    return max(shape.of_layer(number).kv_channels for number in layers)
+    return varlen.why_no_kernel(dtype, widest_head(shape))
 
 
 def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
@@ -466,5 +461,5 @@ def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
         and shape.attn_logit_softcapping is None
         and not shape.attention_sinks
         and slow_attention(shape, dtype) is not None
-        and one_by_one.takes_equal_heads(dtype, _widest_head(shape))
+        and one_by_one.takes_equal_heads(dtype, widest_head(shape))
     )

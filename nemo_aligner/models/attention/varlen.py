@@ -18,12 +18,12 @@ from torch.autograd import Function
 
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.models.internals import gpu_flash_attention, gpu_flash_attention_backward
+from nemo_aligner.models.shapes.layer import why_no_flash_attention
 from nemo_aligner.utils.sinks import join_sinks, sink_gradients
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Queries, keys and values, and the logits ``[heads]`` of attention sinks or None."""
 
-_LARGEST_HEAD = 256
 _AMPERE = (8, 0)
 
 
@@ -37,9 +37,7 @@ def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is not bf16 or fp16"
-    if channels > _LARGEST_HEAD or channels % 8:
-        return f"heads have {channels} channels, wanted a multiple of 8 up to {_LARGEST_HEAD}"
-    return None
+    return why_no_flash_attention(channels)
 
 
 def has_public_function(with_window: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.config.common import (
     MAX_COUNT,
@@ -24,8 +24,26 @@ from nemo_aligner.models.shapes.linear_attention import ATTENTION_VARIANT, read_
 from nemo_aligner.models.shapes.rope import FP32_PRODUCTS, FP32_TABLES, ROPE_FP32
 from nemo_aligner.utils.errors import CheckpointError, shown
 
+if TYPE_CHECKING:
+    from nemo_aligner.models.shapes.decoder import ModelShape
+
 # Values of megatron-core's key ``softmax_type`` without and with attention sinks.
 NO_SINKS, LEARNED_SINKS = "vanilla", "learnable"
+# The most channels of a head that FlashAttention 2 supports.
+LARGEST_FLASH_HEAD = 256
+
+
+def widest_head(shape: ModelShape) -> int:
+    """Return the channels of the widest head in any layer."""
+    layers = range(1, shape.num_layers + 1)
+    return max(shape.of_layer(number).kv_channels for number in layers)
+
+
+def why_no_flash_attention(channels: int) -> str | None:
+    """Return why FlashAttention 2 does not support heads of so many channels; None if it does."""
+    if channels <= LARGEST_FLASH_HEAD and channels % 8 == 0:
+        return None
+    return f"heads have {channels} channels, wanted a multiple of 8 up to {LARGEST_FLASH_HEAD}"
 
 
 def read_window(value: Any) -> int | None:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_count, read_number
+from nemo_aligner.config.common import (
+    MAX_COUNT,
+    MAX_NUMBER,
+    MIN_NUMBER,
+    as_yaml,
+    read_count,
+    read_number,
+)
 from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, LoraConfig
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
@@ -58,6 +65,17 @@ class LoraShape:
             return None
         targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
         return cls(settings.rank, float(settings.alpha), targets, settings.base_precision)
+
+    def to_settings(self) -> list[str]:
+        """List the settings, as ``key=value``, whose defaults would give another shape."""
+        default, settings = LoraConfig(), [f"model.lora.rank={self.rank}"]
+        if self.alpha != default.alpha:
+            settings.append(f"model.lora.alpha={as_yaml(self.alpha)}")
+        if set(self.targets) != set(default.targets):
+            settings.append(f"model.lora.targets=[{','.join(self.targets)}]")
+        if self.base_precision is not None:
+            settings.append(f"model.lora.base_precision={self.base_precision.value}")
+        return settings
 
     @property
     def scale(self) -> float:

@@ -117,7 +117,12 @@ def _vllm_body(sample: Text) -> dict[str, Any]:
     else:
         refuse_principle(sample, "vLLM's /classify")
         conversation = as_json(sample)
-        body = {"messages": conversation} if isinstance(conversation, list) else conversation
+        if isinstance(conversation, list):
+            body = {"messages": conversation}
+        else:
+            messages = conversation.pop("messages")
+            # vLLM silently ignores tools and documents beside the messages.
+            body = {"messages": messages, "chat_template_kwargs": conversation}
     # Raw logits: by default vLLM applies a sigmoid or softmax, which changes the reward.
     return {**body, "use_activation": False}
 

@@ -126,7 +126,9 @@ class VerifyResponse(Body):
 
     ``reward_components`` add up to ``reward``: each attribute times its weight. The attributes
     themselves are further fields, ``attribute/NAME``, of which Gym computes statistics. A gateway
-    that combines several rewards has components by part, and the parts in ``part/NAME``.
+    that combines several rewards has components by part, and the parts in ``part/NAME``. If the
+    model rejects the reply, all components are 0: they name what a client's own reward for such a
+    reply consists of.
     """
 
     responses_create_params: ResponseParams
@@ -200,7 +202,9 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         reason = scored.errors[0]
         if reason != _NO_REPLY:
             reason = f"the reward model rejects the policy's reply: {reason}"
-        return _answer_failure(body, _REFUSED, reason, is_masked=threshold is None)
+        failure = _answer_failure(body, _REFUSED, reason, is_masked=threshold is None)
+        names = () if threshold is not None else _component_names(scored, served)
+        return {**failure, "reward_components": dict.fromkeys(names, 0.0)}
     (reward,) = served.one_reward(scored.rewards)
     # With a threshold the reward is not a sum, so it has no components.
     components = {} if threshold is not None else _read_components(scored, served)
@@ -230,6 +234,13 @@ def _read_components(scored: ScoredRows, served: Served) -> dict[str, float]:
     if scored.components is None:
         return {}
     return dict(zip(scored.part_names, scored.components[0].tolist(), strict=True))
+
+
+def _component_names(scored: ScoredRows, served: Served) -> Sequence[str]:
+    """Return the names of what ``_read_components`` returns for a row that has a reward."""
+    if scored.parts is None:
+        return served.attributes
+    return () if scored.components is None else scored.part_names
 
 
 def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:

@@ -3,7 +3,8 @@
 Shapes follow ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, a list of token ids,
 or a list of either. An input is scored unchanged, unless it ends with an end-of-turn token: then it
 is completed with the text that the chat template writes after that token. ``messages`` is one
-conversation, with ``tools`` and ``documents``, and is written in the model's chat template.
+conversation, and is written in the model's chat template. Its ``tools`` and ``documents`` are in
+``chat_template_kwargs``, or beside it, where vLLM ignores them.
 ``/score`` takes pairs of a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is
 scored as a conversation.
 
@@ -36,6 +37,7 @@ from nemo_aligner.contract.messages import (
     messages_of,
     read_messages,
     with_messages,
+    with_tools,
 )
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
@@ -58,6 +60,7 @@ from nemo_aligner.utils.errors import ServingError
 _BY_CONTRACT = "the model's scoring contract decides how a sample is scored"
 _NO_ACTIVATION = "a reward has no activation"
 _ONE_FORM = "no other value is supported"
+_TEMPLATE_VARIABLES = "chat_template_kwargs"
 # Fields by which a client of vLLM can change how samples are scored, or the form of the answer.
 # This server supports neither: field -> (values that are accepted because they change nothing,
 # reason why others are not supported).
@@ -70,7 +73,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncation_side": ((None,), _BY_CONTRACT),
     "padding": ((None, "do_not_pad"), _BY_CONTRACT),
     "chat_template": ((None,), _BY_CONTRACT),
-    "chat_template_kwargs": ((None, {}), _BY_CONTRACT),
+    _TEMPLATE_VARIABLES: ((None, {}), _BY_CONTRACT),
     "add_generation_prompt": ((None, False), _BY_CONTRACT),
     "continue_final_message": ((None, False), _BY_CONTRACT),
     "mm_processor_kwargs": ((None, {}), _BY_CONTRACT),
@@ -114,6 +117,7 @@ class PoolingRequest(Body):
     messages: Items[dict[str, Any]] | None = None
     tools: JsonObjects = None
     documents: JsonObjects = None
+    chat_template_kwargs: dict[str, Any] | None = None
     request_id: str | None = None
 
 
@@ -175,12 +179,26 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
         refuse_other_samples(body, "messages")
         # The template writes the special tokens, so vLLM's default is false.
         check_fixed(body, special_tokens=(False,))
+        variables = _read_template_variables(body)
         conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
-        return ScoreRequest(texts=[conversation_of(conversation, "messages")])
-    for name in _TEMPLATE_FIELDS:
+        text = conversation_of(conversation, "messages")
+        with locate_errors(_TEMPLATE_VARIABLES):
+            return ScoreRequest(texts=[with_tools(text, **variables)])
+    for name in (*_TEMPLATE_FIELDS, _TEMPLATE_VARIABLES):
         if getattr(body, name):
             raise ServingError(f"{name}: got it together with input; send it with messages")
     return read_samples(body, body.input)
+
+
+def _read_template_variables(body: PoolingRequest) -> dict[str, Any]:
+    """Return ``tools`` and ``documents`` of ``chat_template_kwargs``; reject other variables."""
+    variables = body.chat_template_kwargs or {}
+    if not variables.keys() <= {*_TEMPLATE_FIELDS}:
+        raise ServingError(
+            f"{_TEMPLATE_VARIABLES}: got {as_json(variables)}, wanted only "
+            f"{' and '.join(_TEMPLATE_FIELDS)}: {_BY_CONTRACT}"
+        )
+    return {name: variables.get(name) for name in _TEMPLATE_FIELDS}
 
 
 def read_samples(body: Body, value: Any) -> ScoreRequest:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from nemo_aligner.checkpoint.hf.adapter import export_adapter
+from nemo_aligner.checkpoint.conversion_cache import TOKENIZER_FILES
+from nemo_aligner.checkpoint.hf.adapter import _reward_model_class, export_adapter
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
@@ -20,6 +24,7 @@ from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
+from tests.checkpoint.hf.test_multimodal import write as write_multimodal
 from tests.checkpoint.refusals import refusals
 from tests.harness import families, tiny
 from tests.harness.contracts import Contracts
@@ -152,12 +157,37 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     assert is_defined == (case in ("granite", "qwen3_5_moe", "nemotron_h_moe"))
 
 
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5", "mistral3"])
+def test_adapter_of_a_multimodal_base_adapts_its_decoder_alone(
+    case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
+) -> None:
+    write_multimodal(hf, case)
+    summary = export_adapter(make(QKV), tmp_path / "out", str(hf), layout, ExportOptions())
+    assert "checked: 7 samples" in summary
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    with torch.device("meta"):
+        model = _reward_model_class(str(hf))(AutoConfig.from_pretrained(hf))
+    adapted = {
+        f"base_model.model.{name}.lora_{letter}.weight"
+        for name, _ in model.named_modules()
+        if re.fullmatch(config["target_modules"], name)  # as peft does with a string
+        for letter in "AB"
+    }
+    assert adapted == adapter.keys() - {"base_model.model.score.weight"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("GenericForSequenceClassification" in card) == (case == "mistral3")
+    assert "\nmodel.config.get_text_config().pad_token_id = tokenizer.pad_token_id\n" in card
+
+
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
-    make: Any, layout: Any, tmp_path: Path
+    make: Any, hf: Path, hub: Callable[[Path], dict[str, Any]], layout: Any, tmp_path: Path
 ) -> None:
     """The attributes can be merged into one."""
+    requests = hub(hf)
     options = ExportOptions(merge=True, hub_name="org/rm")
     summary = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
+    assert requests["allow_patterns"] == TOKENIZER_FILES
     assert "NOT CHECKED: org/base is not a folder on this machine" in summary
     assert "the head of reward" in summary
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -172,14 +202,31 @@ def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
 def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(
     make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
-    archive, wide = make(QKV), tmp_path / "wide"
+    archive, wide, short = make(QKV), tmp_path / "wide", tmp_path / "short"
     up = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(hf, {up: tensors_of(hf)[up] + 0.1})
     tiny.write_hf_checkpoint(wide, num_key_value_heads=4)
+    tiny.write_hf_checkpoint(short, num_hidden_layers=3)
+    others: dict[str, Any] = {"internlm2": {}, "phi3": {}, "bloom": {}}
+    others |= {
+        "paligemma": {"text_config": {}},
+        "qwen2_5_vl": {"text_config": {"model_type": "llama"}},
+    }
+    for name, config in others.items():
+        (tmp_path / name).mkdir()
+        text = json.dumps({"model_type": name, **config})
+        (tmp_path / name / "config.json").write_text(text)
     with refusals() as refused:
         for base, pattern in (
             (hf, "transformers scores"),
-            (wide, "this is not the base of the reward model"),
+            (wide, "got shape .*, so this is not the base of the reward model"),
+            (short, r"layers\.3\..*: there is no such module, .* not the base of the reward model"),
+            (tmp_path / "internlm2", "model_type: got internlm2, .* other names than .* llama"),
+            (tmp_path / "phi3", "model_type: got phi3, .* other names than those of llama"),
+            (tmp_path / "bloom", "bloom: .*model_type"),
+            (tmp_path / "paligemma", "paligemma: model_type: got 'paligemma'"),
+            (tmp_path / "qwen2_5_vl", "got qwen2_5_vl, which transformers cannot load with"),
+            (tmp_path / "none", "none: there is no such folder or file"),
         ):
             with refused(pattern, pattern):
                 export_adapter(archive, tmp_path / "out", str(base), layout, ExportOptions())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nemo_aligner.checkpoint.weights.save import (
     sharded_weights,
     zero_copy_slice,
 )
+from nemo_aligner.checkpoint.weights.store import MeanStore, TorchDistStore
 from nemo_aligner.models.shapes.head import HeadShape
 from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
@@ -37,6 +38,30 @@ from tests.checkpoint.weights.test_store_index import edited_index
 from tests.models.test_lora import LORA, build, perturb
 
 pytestmark = pytest.mark.usefixtures("layout")
+
+
+def test_mean_of_stores_reads_one_tensor_of_all_before_the_next(tmp_path: Path) -> None:
+    """The sums are in float64: in bf16, this mean would be 1."""
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder, value in zip(folders, (1.0, 1.0078125, 1.0078125), strict=True):
+        save_weights(request(fill=value), folder)
+    reads: list[tuple[str, str]] = []
+
+    class Recorded(TorchDistStore):
+        def read_into(self, target: torch.Tensor, key: str, offsets: Sequence[int]) -> int:
+            reads.append((key, self.folder.name))
+            return super().read_into(target, key, offsets)
+
+    mean = MeanStore(list(map(Recorded, folders)))
+    state = mean.load(request(fill=0.0, dtype=torch.bfloat16))
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    assert {float(element) for value in state.values() for element in value.flatten()} == {
+        1.0078125
+    }
+    in_fp32 = mean.load(request(fill=0.0))["model.embedding"]
+    assert float(in_fp32[0, 0]) == torch.tensor((1.0 + 2 * 1.0078125) / 3)
+    keys = [key for key, _ in reads[::3]]
+    assert reads == [(key, folder.name) for key in keys for folder in folders]
 
 
 def test_store_gives_what_was_saved_and_reads_the_index_once(

@@ -16,7 +16,7 @@ from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.data.files import read
+from tests.data.files import read, write
 
 USER = {"role": "user", "content": "why"}
 GOOD = {"role": "assistant", "content": "because"}
@@ -271,6 +271,14 @@ def test_format_can_be_named(tmp_path: Path) -> None:
         read(tmp_path, PAIR, format="hh")
     with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto, "):
         read(tmp_path, PAIR, format="rated_chat")
+
+
+def test_column_that_a_format_needs_may_be_a_label(tmp_path: Path) -> None:
+    """Without it, a line of this file would be one of ``comparison_text``."""
+    path = write(tmp_path / "rated.jsonl", {"text": "a", "label": 2}, {"text": "b", "label": 3})
+    file = read_records(path, ReaderConfig(attributes=["label"]))
+    assert file.format == "rated_text"
+    assert [rating.labels for rating in file.records] == [(2.0,), (3.0,)]
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import messages_of, principle_of
+from nemo_aligner.contract.messages import Conversation, messages_of, principle_of
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files
 from nemo_aligner.data.records import prompt_hash, verdict_keys
@@ -130,6 +130,33 @@ def test_principle_column_goes_with_every_sample_of_a_record(tmp_path: Path) -> 
     (found,) = read(tmp_path, raw).records  # hh_rlhf has conversations
     assert principle_of(found.texts[0]) == "be kind"
     assert_refused(lambda records: read(tmp_path, *records), cases, DataError)
+
+
+def test_objects_with_messages_give_a_sample_all_that_they_have(tmp_path: Path) -> None:
+    """As ``records.as_json`` writes them; Arrow adds keys with null."""
+    tools, documents = [{"type": "function", "function": {"name": "look"}}], [{"text": "Rain."}]
+    prompt = {"messages": [WHY], "tools": tools, "principle": "be kind", "system": None}
+    reply = {"messages": [turn("assistant", "so")], "documents": documents}
+    pair = {"prompt": prompt, "chosen": reply, "rejected": "no"}
+    without_tools = {key: field for key, field in prompt.items() if key != "tools"}
+    whole = {**prompt, **reply, "messages": [WHY, *reply["messages"]]}
+    wanted = Conversation([WHY, turn("assistant", "so")], tools, documents, "be kind")
+    for record in (
+        pair,
+        {**pair, "tools": tools, "principle": "be kind"},
+        {**pair, "prompt": without_tools, "tools": tools},
+        {**REPLIES, "prompt": [WHY], "chosen": whole},
+    ):
+        (found,) = read(tmp_path, record).records
+        assert found.texts[0] == wanted
+    other = [{"type": "function", "function": {"name": "hear"}}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**pair, "prompt": {**prompt, "system": "Rhyme."}}, r":1: prompt: got the key 'system',"),
+        ({**pair, "chosen": {**reply, "tools": other}}, r":1: chosen: tools: got tools for a samp"),
+        ({**pair, "chosen": {**reply, "principle": "rhyme"}}, r":1: chosen: principle: got 'rhyme"),
+        ({**pair, "tools": other}, r":1: tools: got tools for a sample with others"),
+    ]
+    assert_refused(lambda record: read(tmp_path, record), cases, DataError)
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contracts) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.cli.evaluate import report_parser, run_report
 from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
@@ -366,6 +367,9 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
         if message not in error:
             wrong[name, content] = error
     assert not wrong, wrong
+    path = str(tmp_path / "a.jsonl")
+    error = refusal(ConfigError, run_report, report_parser().parse([path, f"--output={path}"]))
+    assert error == f"output: {path} is a file to draw. Name another"
 
 
 def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
@@ -396,6 +400,13 @@ def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
         headline = overview()
         assert f"{longer:.1%}always the longer reply, in tokens" in headline
         assert verdict in headline
+    # The rewards are those of the exported model, and so are the metrics, not the last ones.
+    facts = json.loads((folder / "run_facts.json").read_text())
+    metrics = {"validation-held/longer_reply_accuracy": 0.5}
+    facts["exported"] = {"weights": "step 10", "metrics": metrics}
+    (folder / "run_facts.json").write_text(json.dumps(facts))
+    assert "50.0%always the longer reply, in tokens" in overview()
+    assert "on 200 pairs, step 10" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("longer", [0.3, 0.7])

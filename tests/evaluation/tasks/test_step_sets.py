@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.load import load_config
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.steps import StepTextError
+from nemo_aligner.evaluation.run import evaluate_source
 from nemo_aligner.evaluation.run_task import TaskResult, choose_threshold, run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.serving.protocols import StepRewards
@@ -54,6 +57,20 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
     for change, message in (({"label": 3}, "label: got 3"), ({"steps": []}, "steps: got")):
         write(path, [{**rows[0], **change}])
         assert message in refusal(DataError, run_task, task, path, source_of(by_length))
+
+
+def test_step_with_the_reward_of_the_threshold_that_is_set_is_right(tmp_path: Path) -> None:
+    """0.9 in float32, as rewards are, is below 0.9 in float64."""
+
+    def score_steps(texts: Sequence[Text]) -> list[StepRewards]:
+        return [StepRewards(np.array([[0.9]], dtype=np.float32)) for _ in texts]
+
+    record = {"id": "gsm8k-0", "problem": "why", "steps": ["so"], "label": -1}
+    path = write(tmp_path / "one.jsonl", [record])
+    settings = [f"data.path={path}", "task=processbench", "threshold=0.9"]
+    config = load_config(EvaluateConfig, settings)
+    (row,) = evaluate_source(config, source_of(by_length, score_steps)).rows
+    assert row["right"] == 1
 
 
 def test_processbench_threshold_is_the_best_of_a_heldout_file(tmp_path: Path) -> None:

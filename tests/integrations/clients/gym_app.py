@@ -206,6 +206,25 @@ def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "threshold", "components"),
+    [
+        ({"refused_reward": -3.0}, None, {"help": -1.5, "length": -1.5}),
+        ({"refused_reward": -3.0, "attribute": "help"}, None, {}),
+        ({"refused_reward": -3.0}, -1.0, {}),
+        ({}, None, {}),
+    ],
+)
+def test_components_share_the_reward_of_a_rejected_reply(
+    options: dict[str, Any], threshold: float | None, components: dict[str, float]
+) -> None:
+    """NeMo RL fills in 0 for missing components, which is the best where others are negative."""
+    names = {"reward_components": {"help": 0.0, "length": 0.0}}
+    gateway = FakeGateway((200, {**failed("reward_model:refused_text", "it ends so"), **names}))
+    answer = verified(gateway, body(reward_threshold=threshold), **options)
+    assert answer["reward_components"] == components
+
+
+@pytest.mark.parametrize(
     ("status", "said", "kind", "reason"),
     [
         (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),

@@ -26,7 +26,8 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
 from nemo_aligner.models.step import infer
-from nemo_aligner.planning.planner import PlanRequest, render_heading
+from nemo_aligner.planning.planner import PlanRequest
+from nemo_aligner.planning.render import render_heading
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import load_scorer

@@ -556,7 +556,8 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
     of_reply = call(app, "/verify", no_reply).json
     client.failure = ServingError("nobody listens")
     of_backend = call(app, "/verify", {**GOOD["/verify"], **stale, "_ng_task_index": 7}).json
-    for answer in (of_reply, of_backend):
+    assert of_reply["reward_components"] == {"sum": 0.0, "minus": 0.0}
+    for answer in ({**of_reply, "reward_components": {}}, of_backend):
         assert {name: answer[name] for name in none} == none
         assert answer["mask_sample"] is True
     assert of_backend["_ng_task_index"] == 7

@@ -278,6 +278,7 @@ def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply()
         answer = GYM.answer(request, scored([np.nan], errors={0: "too long"}), served)
         assert (answer["reward"], answer["mask_sample"]) == (0.0, masked), threshold
         assert answer["failure_kind"] == "reward_model:refused_text"
+        assert answer["reward_components"] == ({"reward": 0.0} if masked else {})
         wanted = "the reward model rejects the policy's reply: too long"
         assert answer["failure_reason"] == wanted
 

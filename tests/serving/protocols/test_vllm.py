@@ -66,7 +66,8 @@ def test_vllm_messages_are_one_conversation() -> None:
         (whole,) = read(CLASSIFY, {"messages": messages, **beside}).texts or ()
         assert whole == Conversation(conversation, **beside)  # type: ignore[arg-type]
         as_text = {name: json.dumps(each) for name, each in beside.items()}
-        assert read(CLASSIFY, {"messages": messages, **as_text}).texts == [whole]
+        for form in (as_text, {"chat_template_kwargs": beside}):
+            assert read(CLASSIFY, {"messages": messages, **form}).texts == [whole]
 
 
 def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
@@ -116,6 +117,16 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"messages": TOOLS}, r"messages\[0\].tool_calls\[0\]: got .*, wanted an obj"),
     (CLASSIFY, {"input": "a", "tools": [{}]}, "tools: got it together with input"),
     (CLASSIFY, {"messages": TOOLS, "chat_template_kwargs": {"a": 1}}, "kwargs: got .* contract"),
+    (
+        CLASSIFY,
+        {
+            "messages": [{"role": "assistant", "content": "a"}],
+            "tools": [{"function": {"name": "f"}}],
+            "chat_template_kwargs": {"tools": [{"function": {"name": "g"}}]},
+        },
+        "^chat_template_kwargs: tools: got tools for a sample with others",
+    ),
+    (CLASSIFY, {"input": "a", "chat_template_kwargs": {"tools": [{}]}}, "together with input"),
     (CLASSIFY, {"input": "a", "use_activation": True}, "got true, wanted .* no activation$"),
     *(
         (route, {"input": "a", name: True}, f"{name}: got true")

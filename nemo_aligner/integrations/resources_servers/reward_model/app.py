@@ -166,7 +166,8 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
         reward_threshold: the threshold of the row of data, if it has one.
         raw_reward: the reward before the threshold; None if there is no reward.
         reward_components: what each attribute adds to ``reward``. NeMo RL's GDPO normalizes these
-            values one by one. Empty if the reward is not a sum of attributes.
+            values one by one. All share a ``refused_reward`` equally. Empty if the reward is not a
+            sum of attributes.
         truncated: True if the sample was truncated to the model's maximum length.
         reply_cut: True if the policy stopped at its maximum number of tokens; None if no server
             has answered.
@@ -215,10 +216,11 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             include={"responses_create_params", "response", "principle"}, exclude_none=True
         )
         reply_cut = None
+        names: list[str] = []
         try:
             answer = await (await self._find_servers()).verify(rollout)
             kind, reason = answer["failure_kind"], answer["failure_reason"]
-            reply_cut = answer.get("reply_cut")
+            reply_cut, names = answer.get("reply_cut"), [*answer.get("reward_components", ())]
             if kind is None:
                 return self._build_response(body, answer)
         except NoRewardError as error:
@@ -226,11 +228,16 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         reward = None
         if kind == REFUSED:  # the model rejects the reply, which counts as below any threshold
             reward = self.config.refused_reward if body.reward_threshold is None else 0.0
+        components: dict[str, float] = {}
+        if reward is not None and self._is_sum(body):
+            # NeMo RL's GDPO takes 0 for a missing component, which may be the best of its group.
+            components = {name: reward / len(names) for name in names}
         failure_class = {"_ng_failure_class": kind} if kind.startswith(_RETRIED) else {}
         return RewardModelVerifyResponse(
             **_echo_fields(body, is_masked=reward is None),
             **failure_class,
             reward=reward or 0.0,
+            reward_components=components,
             reply_cut=reply_cut,
             failure_kind=kind,
             failure_reason=reason,
@@ -260,6 +267,10 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             self._servers = self._servers or servers
         return self._servers
 
+    def _is_sum(self, body: RewardModelVerifyRequest) -> bool:
+        """Return whether the reward is the sum of the attributes by their weights."""
+        return self.config.attribute is None and body.reward_threshold is None
+
     def _build_response(
         self, body: RewardModelVerifyRequest, answer: dict[str, Any]
     ) -> RewardModelVerifyResponse:
@@ -271,13 +282,12 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             raise NoRewardError("verifier_error", reason)
         # The answer's ``reward`` is not used: a server with a threshold has replaced it by 1 or 0.
         reward = answer["raw_reward"] if attribute is None else attributes[attribute]
-        is_sum = attribute is None and threshold is None
         return RewardModelVerifyResponse(
             **_echo_fields(body, is_masked=False),
             **fields,
             reward=reward if threshold is None else float(_reaches(reward, threshold)),
             raw_reward=reward,
-            reward_components=answer["reward_components"] if is_sum else {},
+            reward_components=answer["reward_components"] if self._is_sum(body) else {},
             truncated=answer["truncated"],
             reply_cut=answer.get("reply_cut"),
             contract_hash=answer["contract_hash"],
