@@ -181,7 +181,7 @@ _CALLED_BY_PEERS = {
     "model.activations_offload": "activation_offloading enable_activation_offloading",
     "pretrained_checkpoint.restore_from_path": "model_name_or_path model_name pretrain",
     "model.data.data_prefix.train": "dataset dataset_name train_files train_data_path",
-    "model.data.data_prefix.validation": "eval_dataset val_files val_data_path",
+    "model.data.data_prefix.validation": "val eval_dataset val_files val_data_path",
     "exp_manager.explicit_log_dir": "output_dir save_path checkpoint_dir",
     "exp_manager.resume_if_exists": "resume_from_checkpoint",
     "model.objective": "loss loss_type",
@@ -192,6 +192,8 @@ _CALLED_BY_PEERS = {
     "model.expert_model_parallel_size": "ep expert_parallel_size",
     "model.context_parallel_size": "cp ring_attn_size",
     "trainer.precision": "dtype torch_dtype bf16 fp16",
+    "rm_model_file": "model model_path reward_model",
+    "data.path": "data data_path",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
 # From the name of another trainer's setting to the words that say how our setting's unit differs.

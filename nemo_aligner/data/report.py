@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
@@ -392,6 +393,8 @@ _DROPPED = (
 _TIES = ("identical", "same_tokens", "tied")
 _SHOWN = 3
 _COLUMNS_SHOWN = 12
+# Columns of any format whose misspelt names are not read.
+_COLUMNS_WITH_PROMPTS = (*COLUMN_COUNTS, "tools", "documents", "principle")
 
 
 @dataclass(frozen=True)
@@ -558,13 +561,19 @@ def _list_columns(unread: Mapping[str, int]) -> str:
     Columns that may belong to the prompt come first, because a prompt column that is not read is
     often a mistake.
     """
-    ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
-    parts = [
-        f"{short(name)} {unread[name]}" + " (part of the prompt?)" * looks_like_prompt(name)
-        for name in ordered[:_COLUMNS_SHOWN]
-    ]
+    hints = {name: _hint_of_column(name) for name in unread}
+    ordered = sorted(unread, key=lambda name: (not hints[name], -unread[name], name))
+    parts = [f"{short(name)} {unread[name]}{hints[name]}" for name in ordered[:_COLUMNS_SHOWN]]
     more = len(ordered) - len(parts)
     return ", ".join(parts) + (f", and {more} more" if more else "")
+
+
+def _hint_of_column(name: str) -> str:
+    """Return what the name of a column that was not read may mean; empty if it tells nothing."""
+    near = suggestion(name, _COLUMNS_WITH_PROMPTS)
+    if near not in (None, name):
+        return f" (did you mean {near}?)"
+    return " (part of the prompt?)" if looks_like_prompt(name) else ""
 
 
 def _list_sources(sources: Mapping[str, int]) -> str:

@@ -82,8 +82,13 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     options = config.model
     num_inspected = min(total_steps, _STEPS_FOR_BALANCE)
     imbalance = run.loader.imbalance(range(num_inspected))
+    records = config.trainer.rm.max_epochs * len(data.train)
+    unused = records - total_steps * options.global_batch_size
+    # If ``max_steps`` ends the run, more are unused, which needs no note.
+    has_rest = 0 < unused < options.global_batch_size
+    note = f" ({unused} of {records} fill no step)" if has_rest else ""
     lines = [
-        f"run: {total_steps} steps of {options.global_batch_size} records, "
+        f"run: {total_steps} steps of {options.global_batch_size} records{note}, "
         f"learning rate {options.optim.lr:.3g}",
         *_describe_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",

@@ -26,9 +26,19 @@ def describe_missing(path: str | Path) -> str | None:
     folder = path.parent
     if not folder.is_dir():
         return f"{path}: there is no such file; there is no folder {folder} either"
-    near = difflib.get_close_matches(path.name, _list_names(folder), n=1)
-    hint = f"; did you mean {folder / near[0]}?" if near else ""
-    return f"{path}: there is no such file{hint}"
+    return f"{path}: there is no such file{near_name_hint(path)}"
+
+
+def near_name_hint(path: str | Path) -> str:
+    """Return the end of an error about a missing file: the file next to it with a similar name.
+
+    Names are compared without their suffixes, which files of different names share. Empty if there
+    is no similar name.
+    """
+    path = Path(path)
+    names = {Path(name).stem: name for name in _list_names(path.parent) if name != path.name}
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    return f"; did you mean {path.parent / names[near[0]]}?" if near else ""
 
 
 def describe_unreadable(path: str | Path, error: Exception) -> str:

@@ -434,7 +434,8 @@ def test_suggestion_is_only_what_is_near() -> None:
     }
     known = [key.name for key in list_keys(TrainConfig)]
     assert {key: suggest_setting(key, known) for key in wanted} == wanted
-    assert set(PEER_NAMES.values()) <= set(known)
+    assert set(PEER_NAMES.values()) <= {*known, *(key.name for key in list_keys(EvaluateConfig))}
+    assert suggest_setting("model", ["data.path", "rm_model_file"]) == "rm_model_file"
     assert suggestion("trian", ["train", "plan"]) == "train"
     assert suggestion("deploy", ["train", "plan"]) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.cli.main import load
@@ -47,7 +48,7 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         config = TrainConfig()
         config.model = config.model.with_learning_rate(hidden_size=64)
         config.model.pipeline_model_parallel_size = stages
-        train = SimpleNamespace(file_sizes=[1])
+        train = MagicMock(file_sizes=[1], __len__=lambda self: 72)
         data = SimpleNamespace(objective=BradleyTerry(), validation=[], train=train)
         imbalance = Imbalance(*shares)
         checkpoints = RunCheckpoints("checkpoints")

@@ -49,7 +49,7 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
         "  records                   37",
         "validation-more: ",
         "model: 0.2M parameters, 4 layers of 64, a new head, fp32, TP=2 PP=1 DP=2",
-        "run: 9 steps of 8 records",
+        "run: 9 steps of 8 records (2 of 74 fill no step), learning rate ",
         "best checkpoint by: validation-more/accuracy",
         "estimated memory of the fullest rank: 2.39 MiB (weights 0.35, ",
         "begins: a new run, at step 1",
@@ -182,7 +182,7 @@ def test_learning_rate_goes_by_the_models_width_unless_it_is_given(
 ) -> None:
     """The run's settings name the number, not null."""
     width, null = tiny.SHAPE["hidden_size"], "model.optim.lr=null"
-    assert f"run: 9 steps of 8 records, learning rate {0.05 / width:.3g}\n" in check(folder, null)
+    assert f", learning rate {0.05 / width:.3g}\n" in check(folder, null)
     lora = check(folder, null, "model.lora.rank=2")
     assert f", learning rate {0.5 / width:.3g}\n" in lora
     with pytest.raises(AlignerError, match=r"min_lr: got 0.1, wanted at most model\.optim\.lr \("):

@@ -44,6 +44,7 @@ from nemo_aligner.distributed.collectives import (
     run_on_some,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
+from nemo_aligner.utils.missing import near_name_hint
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
@@ -268,6 +269,8 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
         compare_checksums(sums, root, path, is_needed)
     except _UNREADABLE as error:
         problem = write_problem(root, error)
+        if "unexpected end" in problem:
+            problem += ", so the file is incomplete. Copy or download it again"
         remove_temporary(root)
         raise CheckpointError(f"{path}: cannot unpack: {problem}") from error
     except BaseException:
@@ -289,8 +292,8 @@ def check_exists(source: str | Path) -> None:
 def no_such_archive(source: str | Path) -> str:
     """Return the error text for a missing archive."""
     return (
-        f"{source}: there is no checkpoint. Pass a .nemo file, the folder that it unpacks to, a "
-        "Hugging Face folder, or a .gguf file"
+        f"{source}: there is no checkpoint{near_name_hint(source) or '.'} Pass a .nemo file, the "
+        "folder that it unpacks to, a Hugging Face folder, or a .gguf file"
     )
 
 

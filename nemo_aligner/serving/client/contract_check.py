@@ -167,4 +167,6 @@ def _check_same_contract(server: str, actual: _ServerContract, expected: _Server
         text += f", the one of {expected.server}: all rewards of a client must have one contract"
     if actual.contract is not None and expected.contract is not None:
         text += f": {describe_differences(expected.contract.differences(actual.contract))}"
+    if not expected.server:
+        text += ". Serve the model that has it, or expect another contract"
     raise OtherContractError(server, text)

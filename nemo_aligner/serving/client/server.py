@@ -365,7 +365,8 @@ class RemoteServer:
             allowed = "must be empty, a proxy's prefix or /models/ and a name of that server"
             advice = f"; the path in the URL, {short(path)}, {allowed}"
         if error.is_foreign:
-            reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
+            otherwise = "; otherwise " if advice else "; "
+            reason = f"HTTP {error.status}: {error.message}{advice}{otherwise}{_FOREIGN}"
             self._back_off(UnavailableError(reason))
         elif _needs_correction(error):
             self._set_fault(error)

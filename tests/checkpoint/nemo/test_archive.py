@@ -106,7 +106,12 @@ def test_archive_that_is_none_or_ends_early_is_named(tmp_path: Path, scratch: Pa
         )
     path = pack(tmp_path / "a.nemo", ("a", b"x" * 2000))
     path.write_bytes(path.read_bytes()[: 512 + 1500])
-    assert refuse(path, scratch).startswith(f"{path}: cannot unpack: ")
+    assert refuse(path, scratch) == (
+        f"{path}: cannot unpack: unexpected end of data, so the file is incomplete. Copy or "
+        "download it again"
+    )
+    near = refuse(tmp_path / "aa.nemo", scratch)
+    assert near.startswith(f"{tmp_path / 'aa.nemo'}: there is no checkpoint; did you mean {path}? ")
 
 
 def test_archive_names_that_are_refused(tmp_path: Path, scratch: Path) -> None:

@@ -162,14 +162,14 @@ def test_objects_with_messages_give_a_sample_all_that_they_have(tmp_path: Path) 
 def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contracts) -> None:
     rows: list[dict[str, Any]] = [
         {**PAIR, "id": 1, "input": "2, 2", "label_margin": 2, "source": "s", "note": None},
-        {**PAIR, "prompt": "who", "id": 2, "input": "", "tools": [], "history": "hi"},
+        {**PAIR, "prompt": "who", "id": 2, "input": "", "tools": [], "history": "hi", "sytem": "s"},
         {**PAIR, "prompt": "what", "id": 3, "score_chosen": 1, "score_rejected": 0},
     ]
     path = write(tmp_path / "pairs.jsonl", *rows)
     row = (
         "columns not read",
-        "history 1 (part of the prompt?), input 1 (part of the prompt?), id 3, label_margin 1, "
-        "score_chosen 1, score_rejected 1",
+        "history 1 (part of the prompt?), input 1 (part of the prompt?), sytem 1 (did you mean "
+        "system?), id 3, label_margin 1, score_chosen 1, score_rejected 1",
     )
     [report] = build(contracts, [path]).train.reports
     assert row in [*report.rows()]
@@ -179,7 +179,7 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contract
     rows[1]["label_margin"] = 3
     margins = read(tmp_path, *rows, pair_columns=("label_margin",))
     assert [pair.labels for pair in margins.records] == [(2.0,), (3.0,), (1.0,)]
-    assert margins.unread == {"id": 3, "input": 1, "history": 1}
+    assert margins.unread == {"id": 3, "input": 1, "history": 1, "sytem": 1}
     # Raw texts cannot have a system prompt.
     texts = {"chosen": "a", "rejected": "b", "system": "Rhyme.", "tools": [1]}
     assert read(tmp_path, texts, format="text_pairs").unread == {"system": 1, "tools": 1}

@@ -68,7 +68,8 @@ def test_client_may_expect_a_contract(lone: Misbehaving) -> None:
     wanted = replace(CONTRACT, seq_length=9, add_eos=False)
     _, error = failure(lone.url, expect=wanted)
     differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
-    assert f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}" in error
+    advice = ". Serve the model that has it, or expect another contract"
+    assert f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}{advice}" in error
     with (
         RewardClient(lone.url, expect="0" * 64) as client,
         pytest.raises(ServingError, match=f"{CONTRACT.hash}, wanted 000"),
@@ -252,6 +253,8 @@ def test_client_gives_up_on_what_a_server_always_answers(lone: Misbehaving) -> N
     _, error = failure(lone.url)
     assert "this is not a KServe server, or it requires a token" in error
     assert "wait_s" not in error
+    _, error = failure(f"{lone.url}/v1/rewards")
+    assert re.search("path in the URL, /v1/rewards, must be empty.*; otherwise this is not", error)
 
 
 def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
