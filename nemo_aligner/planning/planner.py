@@ -237,12 +237,13 @@ class Planner:
         """Predict whether attention copies keys and values for every head on Ampere or newer GPUs.
 
         In training, ``copies_keys`` in ``models/attention`` decides this. FlashAttention supports
-        grouped heads, but not fp32. Attention with a soft cap is computed without FlashAttention,
-        and needs no copies.
+        grouped heads, but not fp32. Attention with a soft cap or sinks is computed without
+        FlashAttention, and needs no copies.
         """
-        is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
-        has_cap = self.shape.attn_logit_softcapping is not None
-        return self.precision is Precision.fp32 and is_grouped and not has_cap
+        shape = self.shape
+        is_grouped = shape.num_query_groups < shape.num_attention_heads
+        has_own_code = shape.attn_logit_softcapping is not None or shape.attention_sinks
+        return self.precision is Precision.fp32 and is_grouped and not has_own_code
 
 
 # Options of ``nemo-aligner plan``: the batch, the GPUs, and their assumed speeds.

@@ -153,6 +153,11 @@ def test_copies_of_keys_for_every_head_are_kept_in_every_layer() -> None:
         planner = Planner(SHAPE, machine, 1e12, 8, 128, 4096, precision=precision)
         plans = [candidate.plan for candidate in planner.candidates(1)]
         assert [plan.equal_heads for plan in plans] == [precision is FP32]
+    # As in training (``copies_keys``), attention with sinks needs no copies.
+    with_sinks = Planner(
+        replace(SHAPE, attention_sinks=True), machine, 1e12, 8, 128, 4096, precision=FP32
+    )
+    assert not any(candidate.plan.equal_heads for candidate in with_sinks.candidates(1))
 
 
 def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:
