@@ -324,7 +324,7 @@ class RunCheckpoints:
         # its metrics do not show that a later one is better.
         best: list[Saved] = []
         for item in ranked:
-            if not any(same_validation(item.state, one.state, self.monitor) for one in best):
+            if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
                 best.append(item)
         retained = {item.path for item in (*ranked[: self._save_top_k], *best, saved[-1])}
         # Training waits only until the folders are renamed, which is quick and atomic.

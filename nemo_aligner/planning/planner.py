@@ -24,7 +24,11 @@ from nemo_aligner.config.model import (
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import choose_limits
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.layer import why_no_flash_attention, widest_head
+from nemo_aligner.models.shapes.layer import (
+    copies_keys_without_flash,
+    why_no_flash_attention,
+    widest_head,
+)
 from nemo_aligner.models.shapes.lora import LoraShape, check_lora
 from nemo_aligner.models.shapes.quantized import check_quantizable
 from nemo_aligner.planning.cost import Plan, even_packs
@@ -237,13 +241,9 @@ class Planner:
         """Predict whether attention copies keys and values for every head on Ampere or newer GPUs.
 
         In training, ``copies_keys`` in ``models/attention`` decides this. FlashAttention supports
-        grouped heads, but not fp32. Attention with a soft cap or sinks is computed without
-        FlashAttention, and needs no copies.
+        grouped heads, but not fp32.
         """
-        shape = self.shape
-        is_grouped = shape.num_query_groups < shape.num_attention_heads
-        has_own_code = shape.attn_logit_softcapping is not None or shape.attention_sinks
-        return self.precision is Precision.fp32 and is_grouped and not has_own_code
+        return self.precision is Precision.fp32 and copies_keys_without_flash(self.shape)
 
 
 # Options of ``nemo-aligner plan``: the batch, the GPUs, and their assumed speeds.

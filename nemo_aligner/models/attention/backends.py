@@ -31,7 +31,7 @@ from nemo_aligner.models.attention.segments import (
     gathering_again,
 )
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.layer import widest_head
+from nemo_aligner.models.shapes.layer import copies_keys_without_flash, widest_head
 
 
 class Feature(Enum):
@@ -455,11 +455,8 @@ def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
 
     The dry run of a training adds the copies to its estimate of memory.
     """
-    is_grouped = shape.num_query_groups < shape.num_attention_heads
     return (
-        is_grouped
-        and shape.attn_logit_softcapping is None
-        and not shape.attention_sinks
+        copies_keys_without_flash(shape)
         and slow_attention(shape, dtype) is not None
         and one_by_one.takes_equal_heads(dtype, widest_head(shape))
     )

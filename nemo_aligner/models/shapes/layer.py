@@ -46,6 +46,17 @@ def why_no_flash_attention(channels: int) -> str | None:
     return f"heads have {channels} channels, wanted a multiple of 8 up to {LARGEST_FLASH_HEAD}"
 
 
+def copies_keys_without_flash(shape: ModelShape) -> bool:
+    """Return whether attention without FlashAttention copies keys and values for every query head.
+
+    It does if query heads share them. Scores with a soft cap or sinks are computed by other code,
+    without copies.
+    """
+    is_grouped = shape.num_query_groups < shape.num_attention_heads
+    has_other_code = shape.attn_logit_softcapping is not None or shape.attention_sinks
+    return is_grouped and not has_other_code
+
+
 def read_window(value: Any) -> int | None:
     """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it).
 
