@@ -134,9 +134,11 @@ def _score_at_layout(
 ) -> dict[str, np.ndarray]:
     """Compute the rewards ``[N, A]`` at one layout: kind of batches, or training -> rewards."""
     layout = initialize_layout(**sizes.arguments)
+    _announce(f"{sizes}: in different batches")
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
     variants = {"training": Recompute.none, "training, recompute": most_recomputation(shape)}
     for name, recompute in variants.items():
+        _announce(f"{sizes}: {name}")
         _free_memory()
         rewards[name] = _score_in_training(checkpoint, texts, precision, layout, recompute)
     destroy_layout()
@@ -152,6 +154,7 @@ def most_recomputation(shape: ModelShape) -> Recompute:
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:
     """Compute the rewards ``[N, A]`` in fp32, each sample in a batch of one."""
     layout = initialize_layout(**sizes.arguments)
+    _announce(f"{sizes}: the reference in fp32, in batches of one")
     scorer = load_scorer(checkpoint, layout, precision=Precision.fp32, micro_batch_tokens=2**30)
     rewards = score_alone(partial(score_all, scorer), texts)
     destroy_layout()
@@ -240,6 +243,12 @@ def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
     A training step needs a loss function, but here only the rewards of its forward pass are used.
     """
     return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
+
+
+def _announce(step: str) -> None:
+    """Print on the first rank what is scored next: for a real model each step takes minutes."""
+    if is_first_rank():
+        print(f"  {step}", flush=True)
 
 
 def _free_memory() -> None:
