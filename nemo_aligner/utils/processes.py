@@ -31,6 +31,7 @@ HOLD_BACK_S = 5.0
 # Seconds after the first signal from which another one counts as a second one.
 SECOND_AFTER_S = 1.0
 _DEFAULT_PORT = 29400
+_PORTS_BETWEEN_STEPS = 137  # no neighbour of the job, whose number is likely to be close
 _SPEAKER = "speaker"
 
 
@@ -233,8 +234,9 @@ def _process_from_slurm(env: Mapping[str, str]) -> Process:
 
 def _slurm_master(env: Mapping[str, str]) -> tuple[str, int]:
     host = env.get("MASTER_ADDR") or first_host(_read_variable(env, "SLURM_STEP_NODELIST"))
-    # The port depends on the job's id, so that two jobs on the same node use different ports.
-    port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
+    # Two jobs on the same node use different ports, and so do two steps that one job runs at once.
+    job, step = (_read_int(env, f"SLURM_{name}_ID", default=0) for name in ("JOB", "STEP"))
+    port = _DEFAULT_PORT + (job + _PORTS_BETWEEN_STEPS * step) % 1000
     return host, _read_int(env, "MASTER_PORT", default=port)
 
 

@@ -48,6 +48,7 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
         (TORCHRUN, (5, 8, 1, 4), ("node1", 1234)),
         (SLURM, (9, 16, 1, 8), ("gpu003", 29402)),
         ({**SLURM, "MASTER_ADDR": "head"}, (9, 16, 1, 8), ("head", 29402)),
+        ({**SLURM, "SLURM_STEP_ID": "1"}, (9, 16, 1, 8), ("gpu003", 29539)),
         ({**SLURM, **ONLY_TASK}, (0, 1, 0, 1), None),
     ):
         process = find_process(environment)
