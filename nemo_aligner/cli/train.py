@@ -154,7 +154,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.params:
         shape, name = preset(options.params)
     else:
-        from nemo_aligner.checkpoint.nemo.archive import read_config_and_contract
+        from nemo_aligner.checkpoint.hf.convert import read_config_and_contract
 
         config, contract = read_config_and_contract(options.config)
         shape, name = ModelShape.from_config(config), str(options.config)

@@ -217,12 +217,15 @@ def _choose_principle_template(
 ) -> str | None:
     """Return the text about a sample's principle: that of the settings or, if null, of ``start``.
 
+    The text of ``start`` is dropped if rewards are not read behind it, or no template writes it.
+
     Args:
         reads: where rewards are read.
         template: the chat template; empty if there is none.
     """
     if data.principle_template is None:
-        return None if start is None else start.principle_template
+        is_usable = reads is ScoredPosition.last_token and bool(template)
+        return start.principle_template if start is not None and is_usable else None
     text = resolve_principle_template(data.principle_template)
     if text is not None and reads is not ScoredPosition.last_token:
         raise ConfigError(

@@ -50,7 +50,7 @@ def local_file(path: str) -> str:
         DataError: there is no such data set or split, or the hub cannot be reached.
     """
     named = _NAME.fullmatch(path)
-    if named is None or path.endswith(_OF_FILES) or Path(path).exists():
+    if named is None or not looks_like_data_set(path) or Path(path).exists():
         return path
     name, subset, split = named[1], named[2], named[3] or _DEFAULT_SPLIT
     if Path(name).parent.is_dir():
@@ -60,6 +60,11 @@ def local_file(path: str) -> str:
     file = cache_folder() / "data" / f"{'--'.join(parts)}.jsonl"
     described = _describe(name, subset, split)
     return str(cached_file(file, described, partial(_download, name, subset, split)))
+
+
+def looks_like_data_set(text: str) -> bool:
+    """Tell if ``text`` has the form of a hub data set's name, and not the ending of a file."""
+    return bool(_NAME.fullmatch(text)) and not text.endswith(_OF_FILES)
 
 
 def _describe(name: str, subset: str | None, split: str) -> str:

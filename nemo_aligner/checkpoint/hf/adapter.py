@@ -42,7 +42,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
-from nemo_aligner.checkpoint.hf.transformers_classes import has_class
+from nemo_aligner.checkpoint.hf.transformers_classes import has_class, load_pretrained
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
@@ -213,7 +213,7 @@ def _export_adapter(
     if not Path(base_name).is_dir():
         return "\n".join([*lines, f"NOT CHECKED: {base_name} is not a folder on this machine"])
     say(f"scoring the same samples with {base_name} ...")
-    tokenizer = AutoTokenizer.from_pretrained(staging, local_files_only=True)
+    tokenizer = load_pretrained(AutoTokenizer, staging, local_files_only=True)
     model = _load_adapted(base, staging, lora.scale, pad_id)
     if lora.base_precision is not None:
         lines.append(_describe_dense_base(base_name, lora, model, tokenizer, texts, logits))
@@ -304,7 +304,7 @@ def _reward_model_class(base: str) -> Any:
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    config = type(AutoConfig.from_pretrained(base, local_files_only=True))
+    config = type(load_pretrained(AutoConfig, base, local_files_only=True))
     if config in CLASSES:
         return CLASSES[config]
     decoder: Any = MODEL_MAPPING[config]
@@ -336,8 +336,12 @@ def _load_adapted(
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
         with quiet_about_heads(), bounded_torch_load():  # the base model's weights may be pickles
-            model = _reward_model_class(base.name).from_pretrained(
-                base.name, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
+            model = load_pretrained(
+                _reward_model_class(base.name),
+                base.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                num_labels=head.size(0),
             )
     except Exception as error:  # third-party code may raise anything
         raise CheckpointError(f"transformers cannot load {base.name}: {error}") from error

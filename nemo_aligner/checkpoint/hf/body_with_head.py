@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.heads import FoundHead, reads_steps
 from nemo_aligner.checkpoint.hf.source import Source
+from nemo_aligner.checkpoint.hf.transformers_classes import load_pretrained
 from nemo_aligner.utils.errors import CheckpointError
 
 
@@ -103,11 +104,14 @@ def load_with_head(
         head: head of ``source``; its ``rows``, if any, must be indices.
         dtype: dtype of the decoder; the head is fp32.
         pad_id: see ``BodyWithHead``.
+
+    Raises:
+        CheckpointError: transformers cannot load the decoder, or weights of it are missing.
     """
     from transformers import AutoModel
 
     with quiet_about_heads():
-        body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        body, report = load_pretrained(AutoModel, name, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
         raise CheckpointError(f"{name}: weights of the decoder are missing: {missing}")

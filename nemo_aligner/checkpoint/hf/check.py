@@ -40,7 +40,7 @@ from nemo_aligner.checkpoint.hf.heads import (
 )
 from nemo_aligner.checkpoint.hf.scored_token import find_skipped_pad
 from nemo_aligner.checkpoint.hf.source import open_source
-from nemo_aligner.checkpoint.hf.transformers_classes import has_class
+from nemo_aligner.checkpoint.hf.transformers_classes import has_class, load_pretrained
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.steps import ANSWERS, MARKS, OPEN_ENDED, TURNS
@@ -240,7 +240,7 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     # Set local_files_only, so that a model name in a config does not start a download.
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_pretrained(AutoTokenizer, folder, local_files_only=True)
     source = open_source(folder)
     stored = {name for name in source.tensors if is_of_head(name)}
     has_bias = reads_steps(source)
@@ -257,8 +257,8 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     # Load the weights in the files' dtype: transformers then maps the files into memory, and copies
     # nothing. compute_in_fp32 casts each module when it runs.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
-    model, report = auto.from_pretrained(
-        folder, dtype="auto", local_files_only=True, output_loading_info=True
+    model, report = load_pretrained(
+        auto, folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     differing = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if differing:

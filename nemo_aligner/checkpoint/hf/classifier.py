@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_aligner.checkpoint.conversion_cache import TOKENIZER_FILES, find_or_download
 from nemo_aligner.checkpoint.hf.body_with_head import (
     length_dependent_rope,
     load_with_head,
@@ -41,6 +42,7 @@ from nemo_aligner.checkpoint.hf.source import (
     find_exported_contract,
     open_source,
 )
+from nemo_aligner.checkpoint.hf.transformers_classes import load_pretrained
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_json
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import Precision
@@ -301,7 +303,6 @@ def load_hf_reward_model(
         CheckpointError: transformers cannot load the model, the model has no reward head, a weight
             is NaN or infinite, or the scoring contract in its folder belongs to another model.
     """
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -309,10 +310,7 @@ def load_hf_reward_model(
     # would query the hub for the folder's name several times.
     exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # third-party code may raise anything
-        raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
+    tokenizer = _load_tokenizer(name)
     # Llama 3's template writes today's date into the prompt, so a reward would change every day.
     tokenizer.chat_template = _freeze_dates(tokenizer)
     model = _load_with_layout(name, dtype, head) if head else _load_model(name, dtype)
@@ -348,6 +346,22 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
     return replace(loaded, contract=contract, contract_tokenizer=tokenizer)
 
 
+def _load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of the model ``name`` with transformers.
+
+    ``tokenizer.json`` is run as it is, as in transformers 4 and in a conversion. Some classes of
+    transformers 5, such as its LlamaTokenizer, replace the normalizer and pre-tokenizer in it, so
+    they are used only if there is no such file.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    has_rules = (find_or_download(name, TOKENIZER_FILES) / "tokenizer.json").is_file()
+    try:
+        return load_pretrained(PreTrainedTokenizerFast if has_rules else AutoTokenizer, name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {_NOT_LOADED}{error}") from error
+
+
 def _freeze_dates(tokenizer: Any) -> Any:
     """Return the tokenizer's chat template with a fixed date in place of today's.
 
@@ -381,11 +395,11 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
 
     try:
         with bounded_torch_load():  # the weights may be pickles
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=dtype, output_loading_info=True
+            model, report = load_pretrained(
+                AutoModelForSequenceClassification, name, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # third-party code may raise anything
-        problem = _NOT_LOADED + one_line(error)
+    except CheckpointError as error:
+        problem = f"{_NOT_LOADED}{error}"
     else:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
         # transformers initialises tensors that the checkpoint lacks at random, and ignores tensors
@@ -398,7 +412,8 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
     try:
         return _load_with_layout(name, dtype)
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {problem} ({error})") from error
+        detail = "" if str(error) in problem else f" ({error})"
+        raise CheckpointError(f"{name}: {problem}{detail}") from error
 
 
 def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:

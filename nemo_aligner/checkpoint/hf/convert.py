@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
+from nemo_aligner.checkpoint.conversion_cache import is_hub_name, is_hugging_face
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.hf.families.base import MTP_LAYERS, ModelFamily, Rule
@@ -43,8 +45,10 @@ from nemo_aligner.checkpoint.hf.source import (
     megatron_key,
     model_rules,
     open_source,
+    read_settings,
     split_fused_experts,
 )
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.dtypes import format_of
@@ -59,7 +63,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.head import with_head_shape
-from nemo_aligner.utils.errors import AlignerError, CheckpointError
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,40 @@ def convert_hf_to_nemo(
         # so put the path of the source in front.
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
+
+
+def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringContract | None]:
+    """Read a model's config from a YAML file, or from any model that can be trained further.
+
+    Of a model of Hugging Face only the settings are read; it is not converted.
+
+    Returns:
+        The config; and the scoring contract that the model has, None without one.
+
+    Raises:
+        ConfigError: the file does not exist, or holds no YAML mapping.
+        CheckpointError: a model cannot be read, or is not supported.
+    """
+    if is_hugging_face(path) or is_hub_name(path):
+        try:
+            settings, fields = read_settings(path)
+            config = find_family(settings.get("model_type"), settings).to_nemo(settings)
+        except CheckpointError as error:
+            named = str(error).startswith(str(path))
+            raise CheckpointError(str(error) if named else f"{path}: {error}") from error
+        return config, None if fields is None else ScoringContract.from_dict(fields)
+    if not path.exists():
+        raise ConfigError(f"config: got {path}, which does not exist")
+    if path.suffix == ".nemo" or path.is_dir():
+        with open_nemo(path, with_weights=False) as folder:
+            return folder.config, folder.read_contract()
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
+    return config, None
 
 
 def _convert(

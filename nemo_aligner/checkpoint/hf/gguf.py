@@ -461,6 +461,7 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
                 empty_folder,
                 gguf_file="model.gguf",
                 local_files_only=True,
+                trust_remote_code=False,
                 add_bos_token=_adds_bos(fields),
             )
         except Exception as error:  # third-party code may raise anything

@@ -81,6 +81,8 @@ READOUT_KEY = "readout"
 TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
 # "ForPrmModel" is the suffix of Skywork-o1-Open-PRM's class.
 _STEP_CLASS_SUFFIXES = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
+# Words in the names of published reward models' classes.
+_REWARD_WORDS = ("Reward", "Score")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # Forms in which an export can write a head of one matrix. The first is the form of transformers'
 # own classes.
@@ -324,16 +326,14 @@ def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
     rows = _read_row_tokens(source) if choice is None else None
     if rows is not None:
         return FoundHead.of_rows(rows, source)
-    if (
-        choice is not None
-        or reads_steps(source)
-        or "Reward" in architecture
-        or (architecture.endswith(REWARD_SUFFIX))
-    ):
+    if choice is not None or reads_steps(source) or _has_reward_class(source):
         names = " or ".join(f"{name}.weight" for name in ([choice] if choice else layouts))
+        unknown = [name for name in _tensors_outside(source) if not is_of_head(name, source)]
+        problem = f"without a reward head ({names})"
+        if unknown:
+            problem = f"whose reward head has no supported layout: {short(', '.join(unknown))}"
         raise CheckpointError(
-            f"got a {short(architecture)} without a reward head ({names}). To convert it as a base "
-            "model, use --head none"
+            f"got a {short(architecture)} {problem}. To convert it as a base model, use --head none"
         )
     return None
 
@@ -377,7 +377,7 @@ def lacks_output_layer(source: Source, choice: str | None) -> bool:
     They become base models for training reward models, which need none.
     """
     output_layer = find_family(source.config.get("model_type")).untied.hf[0]
-    drops_head = choice == NO_HEAD and any(is_of_head(name, source) for name in source.tensors)
+    drops_head = choice == NO_HEAD and bool(unread_head_tensors(source, None, choice))
     is_decoder = architecture_in(source).endswith(("Model", REWARD_SUFFIX, *_STEP_CLASS_SUFFIXES))
     return output_layer not in source.tensors and (drops_head or is_decoder)
 
@@ -386,8 +386,26 @@ def unread_head_tensors(source: Source, head: FoundHead | None, choice: str | No
     """List the head tensors that are dropped because the user chose another head, or none."""
     if choice is None:
         return []
+    if choice == NO_HEAD and _has_reward_class(source):
+        return _tensors_outside(source)
     used = () if head is None else head.names.values()
     return sorted(name for name in source.tensors if is_of_head(name, source) and name not in used)
+
+
+def _has_reward_class(source: Source) -> bool:
+    """Tell by the name of a checkpoint's class if it has a reward head, of whatever layout."""
+    architecture = architecture_in(source)
+    return architecture.endswith(REWARD_SUFFIX) or any(
+        word in architecture for word in _REWARD_WORDS
+    )
+
+
+def _tensors_outside(source: Source) -> list[str]:
+    """List the tensors outside the decoder and its output layer; a reward head consists of some."""
+    family = find_family(source.config.get("model_type"))
+    names = (name for rule in (*family.model, family.untied) for name in rule.hf)
+    inside = {name.partition(".")[0] for name in names}
+    return sorted(name for name in source.tensors if name.partition(".")[0] not in inside)
 
 
 def describe_head(

@@ -109,6 +109,28 @@ def open_source(source: str | Path) -> Source:
     return _open_folder(find_or_download(source, MODEL_FILES))
 
 
+def read_settings(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Read a checkpoint's settings alone; of a model on the hub, nothing else is downloaded.
+
+    Returns:
+        The text decoder's ``config.json``; and the scoring contract, None without one.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it has no settings, or they are damaged.
+    """
+    if source.suffix.lower() == ".gguf":
+        checkpoint = GgufCheckpoint(source)
+        return checkpoint.config, checkpoint.contract
+    folder = find_or_download(source, ["config.json", CONTRACT_NAME])
+    config = read_json(folder / "config.json")
+    config.pop("quantization_config", None)
+    contract = folder / CONTRACT_NAME
+    return (
+        decoder_config(config, ()) if is_multimodal(config) else config,
+        read_json(contract) if contract.is_file() else None,
+    )
+
+
 def tokenizer_folder(source: str | Path) -> Path:
     """Return ``source`` if it is a folder; otherwise download that hub model's tokenizer.
 
@@ -167,8 +189,8 @@ def _open_folder(folder: Path) -> Source:
     dtypes = _DTYPES if quantized is None else {**_DTYPES, **quantized.dtypes}
     tensors, notes = without_wrappers(_open_safetensors(folder, weights, dtypes))
     if quantized is not None:
-        tensors, note = with_dequantized(tensors, quantized, config)
-        notes = [*notes, note]
+        tensors, quantization_notes = with_dequantized(tensors, quantized, config)
+        notes += quantization_notes
     config.pop("quantization_config", None)
     if (folder / HEAD_NAME).is_file():
         tensors |= _read_headers(folder / HEAD_NAME)

@@ -1,15 +1,40 @@
-"""Names of the classes that transformers has for a decoder, with and without a reward head."""
+"""Load checkpoints with transformers, and name the classes that it has for a decoder."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.heads import TOKEN_SUFFIX
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, one_line
 
 BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
+
+
+def load_pretrained(loader: Any, name: str | Path, **options: Any) -> Any:
+    """Return ``loader.from_pretrained(name, **options)``; the checkpoint's code is never run.
+
+    Without ``trust_remote_code=False``, transformers asks on stdin whether to run that code.
+
+    Args:
+        loader: class of transformers for a model, a config or a tokenizer.
+        name: a folder, or a model's name on the hub.
+
+    Raises:
+        CheckpointError: transformers cannot load it, or only with the checkpoint's code.
+    """
+    try:
+        return loader.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # third-party code may raise anything
+        problem = one_line(error)
+        if "trust_remote_code" in problem:
+            problem = (
+                "transformers would have to run the checkpoint's code, which is never done here. "
+                "Convert it with `nemo-aligner convert`, which needs no code"
+            )
+        raise CheckpointError(problem) from error
 
 
 def class_name(model_type: str, suffix: str) -> str:

@@ -14,14 +14,13 @@ import shutil
 import socket
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from threading import Event
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import torch.distributed as dist
-import yaml
 
 from nemo_aligner.checkpoint.conversion_cache import find_archive, is_hub_name
 from nemo_aligner.checkpoint.nemo.checksums import (
@@ -35,7 +34,6 @@ from nemo_aligner.checkpoint.nemo.folder import (
     folder_of,
 )
 from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES
-from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.distributed.collectives import (
     barrier,
     gather_objects,
@@ -43,7 +41,7 @@ from nemo_aligner.distributed.collectives import (
     raise_everywhere,
     run_on_some,
 )
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
+from nemo_aligner.utils.errors import CheckpointError, short
 from nemo_aligner.utils.missing import near_name_hint
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
@@ -459,32 +457,3 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
             f"member {member.name!r} ends {remaining} bytes early, so the archive is cut off"
         )
     return digest.hexdigest()
-
-
-def read_model_config(path: Path) -> Mapping[str, Any]:
-    """Read a model's config as ``read_config_and_contract`` does."""
-    return read_config_and_contract(path)[0]
-
-
-def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringContract | None]:
-    """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
-
-    Returns:
-        The config; and the scoring contract of an archive or folder, None for a base model.
-
-    Raises:
-        ConfigError: the file does not exist, or holds no YAML mapping.
-        CheckpointError: an archive or a folder cannot be read.
-    """
-    if not path.exists():
-        raise ConfigError(f"config: got {path}, which does not exist")
-    if path.suffix == ".nemo" or path.is_dir():
-        with open_nemo(path, with_weights=False) as folder:
-            return folder.config, folder.read_contract()
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
-    return config, None

@@ -66,6 +66,29 @@ def test_a_batch_gives_what_a_text_alone_gives(folder: Path, batch_tokens: int) 
     assert model.attributes == ("reward",)
 
 
+def test_a_tokenizer_runs_its_rules_and_no_code(folder: Path, tmp_path: Path) -> None:
+    """A class of transformers may replace the rules of ``tokenizer.json``; code is never run."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    code, ran = tmp_path / "code.py", tmp_path / "ran"
+    code.write_text(f"open({str(ran)!r}, 'w')")
+    edit(tmp_path, "tokenizer.json", normalizer={"type": "Lowercase"})
+    for settings in (
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "XTokenizer", "auto_map": {"AutoTokenizer": ["code.XTokenizer"] * 2}},
+    ):
+        edit(tmp_path, "tokenizer_config.json", **settings)
+        model = load(tmp_path)
+        assert model.encode("A CAT") == model.encode("a cat")
+    auto_map = {"AutoConfig": "code.XConfig", "AutoModelForSequenceClassification": "code.X"}
+    edit(tmp_path, model_type="x", auto_map=auto_map)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint's code.*nemo-aligner convert"
+    ) as error:
+        load(tmp_path)
+    assert str(error.value).count("code") == 2
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize("pad_id", [None, -1])
 def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path, pad_id: int | None) -> None:
     tiny.write_hf_reward_model(tmp_path, labels=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from transformers import (
 from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.checkpoint.hf.convert import read_config_and_contract
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import _ReadingPlanner
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import (
     NAMES,
     REWARD_CASES,
@@ -387,6 +390,35 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     large = partial(edit_tensors, changes={layer: torch.full((32, 64), 1e5)})
     message = "values that are NaN or infinite in float16, which ends at 65504: try bf16"
     check_refused(changed_reward, [(large, message)], dtype=torch.float16)
+
+
+def test_config_of_a_model_is_read_without_its_weights(
+    base_checkpoint: Path, tmp_path: Path, hub: Callable[[Path], dict[str, Any]]
+) -> None:
+    """Of a folder, a model of the hub, a multimodal model, and a GGUF file."""
+    convert(base_checkpoint, tmp_path / "base.nemo")
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        converted = folder.config
+
+    def check(source: Path) -> None:
+        config, contract = read_config_and_contract(source)
+        assert contract is None
+        assert {key: converted[key] for key in config} == config
+
+    requests = hub(base_checkpoint)
+    check(Path("org/model"))
+    assert requests["allow_patterns"] == ["config.json", "scoring_contract.json"]
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    settings = {"text_config": config_of(base_checkpoint), "quantization_config": {"bits": 4}}
+    (parts / "config.json").write_text(json.dumps({"model_type": "llava", **settings}))
+    check(parts)
+    edit(parts, model_type="mllama")
+    with pytest.raises(CheckpointError, match="parts: model_type: got 'mllama'"):
+        read_config_and_contract(parts)
+    from tests.checkpoint.hf.gguf_writing import write_gguf  # skips without the package gguf
+
+    check(write_gguf(tmp_path / "model.gguf", base_checkpoint))
 
 
 def two_classes(folder: Path) -> None:

@@ -113,7 +113,11 @@ def write_run(folder: Path, archive: Path) -> Path:
     folder.mkdir()
     config = {
         "pretrained_checkpoint": {"restore_from_path": "base.nemo"},
-        "model": {"data": {"data_prefix": {"train": ["data/train.jsonl"], "validation": []}}},
+        "model": {
+            "data": {
+                "data_prefix": {"train": ["data/train.jsonl", "org/pairs:test"], "validation": []}
+            }
+        },
     }
     for step, metrics in ((5, {"v/loss": 0.5}), (10, {"v/loss": 0.25, "v/temperature": None})):
         state = {"step": step, "consumed_samples": step, "metrics": metrics, "config": config}
@@ -155,7 +159,7 @@ def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
     assert config_of(out, "scoring_contract.json") == summary.contract.to_dict()
     assert "WARNING: the logits are not the rewards" in str(summary)
     card = (out / "README.md").read_text()
-    trained = """- train data: `train.jsonl`
+    trained = """- train data: `train.jsonl`, `org/pairs:test`
 - validation data: none
 - trained from `base.nemo`, 10 records
 
@@ -192,17 +196,56 @@ def test_export_card_has_a_program_that_gives_the_rewards(
     assert np.abs(variables["logits"].numpy() - expected).max() > 1
 
 
-def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
-    tokenizer: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "rules", "changes"),
+    [
+        # A class that runs the rules of tokenizer.json, and one that replaces them.
+        ({"tokenizer_class": "GPT2TokenizerFast"}, {}, {}),
+        (
+            {"tokenizer_class": "GPT2TokenizerFast"},
+            {"normalizer": {"type": "Lowercase"}},
+            {"tokenizer_class": "PreTrainedTokenizerFast"},
+        ),
+        # Code that an export does not have.
+        (
+            {
+                "tokenizer_class": "XTokenizer",
+                "auto_map": {"AutoTokenizer": ["x.XTokenizer", None]},
+            },
+            {},
+            {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": None},
+        ),
+        # transformers 4 reads a list only under the other key.
+        (
+            {"tokenizer_class": "GPT2TokenizerFast", "extra_special_tokens": ["<|im_end|>"]},
+            {},
+            {"extra_special_tokens": None, "additional_special_tokens": ["<|im_end|>"]},
+        ),
+    ],
+    ids=["plain", "other_rules", "code", "special_tokens"],
+)
+def test_exported_tokenizer_loads_in_both_versions_of_transformers(
+    tokenizer: Any,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    rules: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
-    for name in ("llama", "out"):
+    for name in ("source", "out"):
         (tmp_path / name).mkdir()
-    tokenizer.save(tmp_path / "llama")
-    edit(tmp_path / "llama", "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    llama = load_tokenizer(tmp_path / "llama")
-    write_tokenizer(tmp_path / "out", llama, Contracts(llama)(), llama.pad_token)
-    actual, expected = (tmp_path / name / "tokenizer_config.json" for name in ("out", "llama"))
-    assert actual.read_bytes() == expected.read_bytes()
+    tokenizer.save(tmp_path / "source")
+    inputs = {"model_input_names": ["input_ids", "attention_mask"]}
+    edit(tmp_path / "source", "tokenizer_config.json", **inputs, **settings)
+    edit(tmp_path / "source", "tokenizer.json", **rules)
+    source = load_tokenizer(tmp_path / "source")
+    write_tokenizer(tmp_path / "out", source, Contracts(source)(), source.pad_token)
+    before, after = (
+        config_of(tmp_path / name, "tokenizer_config.json") for name in ("source", "out")
+    )
+    assert after == {key: v for key, v in {**before, **changes}.items() if v is not None}
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    text = "The CAT<|im_end|> 12"
+    assert loaded(text, add_special_tokens=False).input_ids == source.encode(text)
 
 
 def test_export_takes_another_template_out_of_the_tokenizers_settings(

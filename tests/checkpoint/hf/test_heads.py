@@ -388,6 +388,23 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
         assert not [name for name in folder.tensors if name.startswith("rm_head")]
 
 
+def test_head_of_an_unsupported_layout_is_named_and_can_be_dropped(tmp_path: Path) -> None:
+    write_hf_checkpoint(tmp_path / "hf", "llama_untied")
+    edit_tensors(tmp_path / "hf", {"lm_head.weight": None})
+    # Of ArmoRM, URM and QRM, and of beaver.
+    armo = "LlamaForRewardModelWithGating", "gating.layers.0.weight"
+    for architecture, name in (armo, ("LlamaModelForScore", "score_head.weight")):
+        source = Path(shutil.copytree(tmp_path / "hf", tmp_path / architecture))
+        edit(source, architectures=[architecture])
+        edit_tensors(source, {name: torch.zeros(HIDDEN)})
+        message = f"got a {architecture} whose reward head has no supported layout: {name}. To"
+        check_refused(source, [(lambda folder: None, message)])
+        body = convert(source, source / "base.nemo", head="none")
+        assert body.head.startswith(f"none as requested; dropped: {name};")
+        edit_tensors(source, {"model.extra.weight": torch.zeros(1)})
+        check_refused(source, [(lambda folder: None, "1 tensors do not belong")], head="none")
+
+
 # Chat template with the prompt for a query and a document in Qwen3-Reranker's model card.
 RERANKER = (
     "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Query>: {{ messages[0].content }}"

@@ -328,17 +328,21 @@ def _phi3_to_nemo(config: Config) -> dict[str, Any]:
 
 def _phi3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    # At the top level, because transformers reads this key there before rope_parameters.
-    original_length: dict[str, Any] = {}
-    if shape.longrope is not None:
-        original_length["original_max_position_embeddings"] = shape.longrope.old_context_len
-    return settings.decoder_to_hf(
+    exported = settings.decoder_to_hf(
         config,
         "phi3",
-        **original_length,
         partial_rotary_factor=shape.rotary_percentage,
         sliding_window=shape.window_size,
     )
+    if shape.longrope is not None:
+        # At the top level, because transformers reads this key there before rope_parameters.
+        exported[_LENGTH] = shape.longrope.old_context_len
+        rope = exported["rope_scaling"]
+        # transformers 4 loads a Phi-3 with only these keys. A factor would be lost without its own.
+        if not rope.keys() & {"factor", "attention_factor"}:
+            lists = {key: rope[key] for key in ("short_factor", "long_factor") if key in rope}
+            exported["rope_scaling"] = {"type": "longrope", **lists}
+    return exported
 
 
 def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,18 @@ _KINDS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"),
     ),
     (("attn_logit_softcapping",), "soft caps of attention scores", ("gemma2",)),
-    (("embedding_multiplier", "residual_multiplier"), "multipliers", ("granite",)),
+    (
+        # The last three are MiniCPM's.
+        (
+            "embedding_multiplier",
+            "residual_multiplier",
+            "scale_emb",
+            "scale_depth",
+            "dim_model_base",
+        ),
+        "multipliers",
+        ("granite",),
+    ),
     (("no_rope_layers", "no_rope_layer_interval"), "layers without RoPE", ("smollm3",)),
     (("use_qk_norm", "qk_layernorm", "qk_norm"), "norms of queries and keys", ("qwen3",)),
     (("sliding_window",), "sliding windows", ("mistral", "qwen3", "olmo3")),

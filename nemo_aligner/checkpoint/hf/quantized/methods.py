@@ -85,12 +85,13 @@ def _read_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 def with_dequantized(
     tensors: Mapping[str, LazyTensor], quantized: QuantizedFormat, config: Mapping[str, Any]
-) -> tuple[Tensors, str]:
+) -> tuple[Tensors, list[str]]:
     """Replace the stored tensors of each quantized weight by one lazy tensor.
 
     Returns:
-        All tensors by name, and a note for the user. Tensors in a quantized dtype outside
-        modules with a weight, such as masks of bytes, are ``UnreadableTensor``.
+        All tensors by name, and notes for the user: none if no weight is quantized, as after
+        merging QLoRA. Tensors in a quantized dtype outside modules with a weight, such as masks of
+        bytes, are ``UnreadableTensor``.
 
     Raises:
         CheckpointError: a weight's tensors are incomplete or do not fit each other, or belong to a
@@ -112,7 +113,7 @@ def with_dequantized(
             plain[name] = UnreadableTensor.of(tensor.shape, problem)
     kinds = sorted({format_of(plain[name].dtype).precision.value for name in names})
     note = f"dequantised: {len(names)} tensors of {quantized.name}, to {' and '.join(kinds)}"
-    return plain, note
+    return plain, [note] if names else []
 
 
 def _check_skipped(option: str, modules: object, names: Sequence[str]) -> None:

@@ -459,6 +459,12 @@ def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     exported = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
     assert {key: exported[key] for key in rope} == {**rope, "rope_type": "longrope"}
     assert exported["original_max_position_embeddings"] == 100
+    # transformers 4 accepts no other keys.
+    assert config_of(tmp_path / "back")["rope_scaling"] == {
+        "type": "longrope",
+        "short_factor": rope["short_factor"],
+        "long_factor": rope["long_factor"],
+    }
 
 
 def test_family_with_windows_is_exported_without_one(layout: Any, tmp_path: Path) -> None:

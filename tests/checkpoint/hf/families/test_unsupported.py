@@ -32,6 +32,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("hybrid", {"linear_num_key_heads": 2}, "qwen3_5_text.* for linear attention"),
     ("parallel", {"parallel_attn": True}, "gpt_neox and cohere and cohere2 for attention and MLP"),
     ("capped", {"attn_logit_softcapping": 50.0}, "gemma2 for soft caps"),
+    ("minicpm", {"scale_emb": 12}, r"families: granite for multipliers \(scale_emb\)\. A model"),
+    ("minicpm", {"dim_model_base": 256}, r"multipliers \(dim_model_base\)"),
     ("my_ssm", {"mamba_d_state": 16}, r"no family has state-space layers \(mamba_d_state\)"),
     ("shapeless", {"hidden_size": None}, "supported: its config.json lacks hidden_size. A model"),
     (
