@@ -35,6 +35,11 @@ from nemo_aligner.utils.errors import DataError
 # Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget. It
 # bounds the time of attention, where a GPU kernel reads these keys one after the other.
 _KEYS_PER_TOKEN = 8
+# The same limit without cached prefixes. It bounds memory, because a GPU copies the keys and values
+# of a shared prefix for each of its samples: 4 KiB a key with 8 groups of 128 channels in bf16, so
+# up to 1 GiB for a budget of 8192. It is higher, because a prefix that is not cached is computed
+# again in each pack that a group is split into; a group of up to 31 samples is never split.
+_UNCACHED_KEYS_PER_TOKEN = 32
 # Number of records that ``largest_record`` compares at a time, to bound its memory.
 _RECORDS_AT_ONCE = 1 << 18
 
@@ -301,14 +306,12 @@ def _count_cached(cached: CachedPrefix | None) -> int:
 def _measure_weight(size: int, members: int, prefix: int, cached: int) -> int:
     """Measure how much of a pack's budget a group takes, in tokens.
 
-    The result is the number of tokens to compute, ``size``. With ``cached`` tokens, attention also
-    gathers keys that are not computed, so the result is at least the number of keys divided by
-    ``_KEYS_PER_TOKEN``. Without cached tokens, ``size`` bounds the number of keys anyway.
+    The result is the number of tokens to compute, ``size``. Attention also gathers the keys of the
+    prefix for each of the ``members``, so the result is at least the number of keys divided by
+    ``_KEYS_PER_TOKEN``, or without ``cached`` tokens by ``_UNCACHED_KEYS_PER_TOKEN``.
     """
-    if not cached:
-        return size
-    keys = size + (members + 1) * (cached + prefix)
-    return max(size, keys // _KEYS_PER_TOKEN)
+    keys = size + members * (cached + prefix) + cached
+    return max(size, keys // (_KEYS_PER_TOKEN if cached else _UNCACHED_KEYS_PER_TOKEN))
 
 
 def find_prefix_groups(
@@ -423,11 +426,12 @@ class _Ordered:
     def fits(self, budget: int, end: int) -> bool:
         """True if the sequences with an index below ``end`` fit into a pack of ``budget`` tokens.
 
-        Shared prefixes are counted once.
+        Shared prefixes are counted once, up to the limit of keys (``_measure_weight``).
         """
         total = 0
-        for _, _, size in self.runs(budget, end):
-            total += size
+        for members, prefix, size in self.runs(budget, end):
+            cached = _count_cached(self.cached[members[0]])
+            total += _measure_weight(size, len(members), prefix, cached)
             if total > budget:
                 return False
         return True

@@ -182,7 +182,7 @@ class ActivationOffload:
         self._side = torch.cuda.Stream() if is_gpu else None
         self._buffers = _HostBuffers(self._side.synchronize if self._side else lambda: None)
         # State of the current forward pass. ``_layer`` is None outside of a forward pass, for
-        # example while activations are recomputed.
+        # example in an evaluation.
         self._layer: _LayerActivations | None = None
         self._number = 0
         self._shared: Any = None

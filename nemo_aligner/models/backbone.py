@@ -68,19 +68,13 @@ def transformer_config(
     layout: ParallelLayout,
     precision: Precision,
     recompute: Recompute,
-    recompute_layers: int | None = None,
 ) -> TransformerConfig:
     """Build megatron-core's config for a model of ``shape`` that ``layout`` splits.
 
-    Args:
-        recompute_layers: how many layers of each pipeline stage, counted from its first layer,
-            ``Recompute.full`` recomputes; None is all.
-
     Raises:
-        ConfigError: the model does not support the layout or the recomputation.
+        ConfigError: the model does not support the layout.
     """
     shape.check_fits(layout.tp, layout.pp, layout.ep, layout.cp)
-    check_recompute(shape, layout.pp, recompute, recompute_layers)
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
     return TransformerConfig(
@@ -112,7 +106,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_recompute_options(recompute, recompute_layers, shape.num_layers // layout.pp),
+        **_recompute_options(recompute),
     )
 
 
@@ -186,15 +180,9 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _recompute_options(
-    recompute: Recompute, num_layers: int | None, layers_of_stage: int
-) -> dict[str, Any]:
-    if recompute is Recompute.full:
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": num_layers or layers_of_stage,
-        }
+def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+    # For Recompute.full, ``GPTRewardModel.recompute_layers`` is called instead: megatron-core would
+    # recompute a stage's first layers even if they are frozen and have no backward pass.
     if recompute is Recompute.selective:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}

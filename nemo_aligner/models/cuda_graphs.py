@@ -503,7 +503,8 @@ def why_not_graphed(model: Any) -> str | None:
 def why_not_graphed_in_training(model: Any) -> str | None:
     """Return why packs of ``model`` cannot run with CUDA graphs in training; None if they can."""
     config = model.config
-    if config.recompute_granularity is not None:
+    recomputes_layers = any(layer.is_recomputed for layer in model.decoder.layers)
+    if recomputes_layers or config.recompute_granularity is not None:
         return "activations are recomputed"
     if getattr(model.decoder, "activation_offload", None) is not None:
         return "activations are offloaded"

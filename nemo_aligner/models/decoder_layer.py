@@ -43,9 +43,12 @@ class PackedLayer(TransformerLayer):
     Attributes:
         pointwise: kernels of the operations between the matmuls, in training and on a GPU. Scoring
             on a CPU uses others.
+        is_recomputed: in training, keep only the layer's input, and compute the layer again in the
+            backward pass (``GPTRewardModel.recompute_layers``).
     """
 
     pointwise: PointwiseKernels = EAGER
+    is_recomputed = False
 
     def __init__(
         self,
@@ -78,17 +81,32 @@ class PackedLayer(TransformerLayer):
             raise ValueError(
                 "a layer got no PackContext. Pass the pack's PackContext as packed_seq_params."
             )
+        if not (self.is_recomputed and self.training and self._has_backward(hidden_states)):
+            return self._compute(hidden_states, packed_seq_params), None
+        if not hidden_states.requires_grad:
+            # Reentrant checkpointing returns gradients only if an input requires one. After a
+            # frozen embedding or layer none does.
+            hidden_states = hidden_states.detach().requires_grad_()
+        compute = partial(self._compute, context=packed_seq_params)
+        return tensor_parallel.checkpoint(compute, False, hidden_states), None
+
+    def _has_backward(self, hidden: Tensor) -> bool:
+        """Tell if the layer's input ``hidden`` or one of its weights needs a gradient."""
+        return hidden.requires_grad or any(weight.requires_grad for weight in self.parameters())
+
+    def _compute(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Compute ``forward``, which may run it twice (``is_recomputed``)."""
         if isinstance(self.input_layernorm, IdentityOp):
             compute = self._call_engine
         else:
             compute = self._learn if learns(self) else self._infer
-        hidden = compute(hidden_states, packed_seq_params)
+        hidden = compute(hidden, context)
         if self.layer_output is not None:
-            inputs = packed_seq_params.per_layer_inputs
+            inputs = context.per_layer_inputs
             if inputs is not None:
-                inputs = self._select_attended(inputs, packed_seq_params)
+                inputs = self._select_attended(inputs, context)
             hidden = self.layer_output(hidden, inputs)
-        return hidden, None
+        return hidden
 
     def _call_engine(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Compute the layer by calling TransformerEngine's modules, which have the norms inside."""

@@ -412,6 +412,9 @@ def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) 
     An expert's gradient is ``grad.T @ inputs``, with its rows of ``grad [N, o]`` and ``inputs [N,
     i]``.
     """
+    if len(inputs) == 0:
+        # CUDA's grouped matmul rejects a sum over no rows (pytorch/pytorch#192497).
+        return
     ends = counts.group_ends(inputs, to)
     if ends is not None:
         gradients = F.grouped_mm(grad.mT, inputs, offs=ends)

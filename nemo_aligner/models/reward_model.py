@@ -37,7 +37,12 @@ from nemo_aligner.models.attention.segments import (
     rotations_of,
     sum_of_group,
 )
-from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
+from nemo_aligner.models.backbone import (
+    check_recompute,
+    layer_spec,
+    transformer_config,
+    use_transformer_engine,
+)
 from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.cuda_graphs import (
     Capture,
@@ -178,6 +183,14 @@ class GPTRewardModel(GPTModel):
         capture = capture or CudaCapture()
         self.graphs = DecoderGraphs(self._decode, modules, capture, reason_in_training)
 
+    def recompute_layers(self, count: int, first: int = 0) -> None:
+        """Let ``count`` layers of this stage, from the index ``first`` on, keep only their input.
+
+        The backward pass computes these layers again.
+        """
+        for index, layer in enumerate(self.decoder.layers):
+            layer.is_recomputed = first <= index < first + count
+
     def begin_step(self, step: int, losses_per_record: float = 1.0) -> None:
         """Prepare for the forward passes of a training step.
 
@@ -305,10 +318,6 @@ class GPTRewardModel(GPTModel):
         embedded = embedded.to(self.stream_dtype)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
-        if self.training and self.config.recompute_granularity == "full":
-            # Reentrant checkpointing returns gradients only if an input requires one. After a
-            # frozen embedding none does.
-            embedded.requires_grad_()
         return embedded
 
     @property
@@ -421,6 +430,19 @@ def _states_of(batch: PackedBatch) -> StateUse:
     return states
 
 
+def _warn_of_attention(shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout) -> None:
+    """Log if attention is slow for this model on this device, or cannot exchange keys in a ring."""
+    slow = slow_attention(shape, dtype)
+    if slow is not None and is_main():
+        logger.warning(slow)
+    gathered = why_gathered(shape, dtype) if layout.ring else None
+    if gathered is not None and is_main():
+        logger.warning(
+            f"model.cp_comm_type=p2p is not used, because {gathered}. Keys and values are gathered "
+            "instead."
+        )
+
+
 def build_reward_model(
     shape: ModelShape,
     layout: ParallelLayout,
@@ -441,7 +463,7 @@ def build_reward_model(
     Args:
         num_attributes: number of outputs of the head.
         recompute_layers: how many layers of each pipeline stage ``Recompute.full`` recomputes, from
-            its first layer on; None is all.
+            its first layer with a backward pass on (``freeze_lower_layers``); None is all.
         seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
         pointwise_kernels: implementation of norms, SwiGLU and RoPE; None chooses the default.
@@ -452,22 +474,15 @@ def build_reward_model(
             the kernels cannot run here.
     """
     kernels = choose_kernels(pointwise_kernels)
-    config = transformer_config(shape, layout, precision, recompute, recompute_layers)
+    config = transformer_config(shape, layout, precision, recompute)
+    check_recompute(shape, layout.pp, recompute, recompute_layers)
     if lora_dropout is not None:
         check_dropout(shape, lora_dropout.rate)
     # A GPU may lack the memory for all dense weights, so layers free theirs when they are built.
     is_quantized = shape.lora is not None and shape.lora.base_precision is not None
     config.frees_linear_weights = is_quantized or frees_body
     config.frees_expert_weights = frees_body
-    slow = slow_attention(shape, config.params_dtype)
-    if slow is not None and is_main():
-        logger.warning(slow)
-    gathered = why_gathered(shape, config.params_dtype) if layout.ring else None
-    if gathered is not None and is_main():
-        logger.warning(
-            f"model.cp_comm_type=p2p is not used, because {gathered}. Keys and values are gathered "
-            "instead."
-        )
+    _warn_of_attention(shape, config.params_dtype, layout)
     model = GPTRewardModel(
         config,
         shape,
@@ -478,5 +493,7 @@ def build_reward_model(
         reply_marker=reply_marker,
         lora_dropout=lora_dropout,
     )
+    if recompute is Recompute.full:
+        model.recompute_layers(recompute_layers or len(model.decoder.layers))
     use_pointwise_kernels(model, kernels)
     return model.to(torch.cuda.current_device())

@@ -260,13 +260,16 @@ def _prepare_pack(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLay
 
 
 def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """Add packs without records until all ranks of the expert parallel group have equally many.
+    """Add packs without records until all data parallel ranks have equally many.
 
     Every layer exchanges tokens by collectives, so a rank with fewer packs would leave the others
     waiting.
     """
     max_packs = torch.tensor(len(batches), device=current_device())
-    dist.all_reduce(max_packs, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
+    # The expert parallel group is too small: with context parallelism, groups of both kinds may
+    # overlap in a chain over all data parallel ranks.
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(max_packs, dist.ReduceOp.MAX, group)
     one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
     empty = replace(one, rows=one.rows[:0], records=Records.of([], []))
     return [*batches, *[empty] * (int(max_packs) - len(batches))]

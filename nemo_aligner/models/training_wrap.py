@@ -15,6 +15,9 @@ from nemo_aligner.utils.errors import ConfigError
 def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> None:
     """Freeze the embeddings and the first ``count`` layers; 0 freezes nothing.
 
+    Layers that are recomputed are then counted from the first layer with a backward pass. Frozen
+    layers have none, except in later pipeline stages, whose input needs a gradient.
+
     Raises:
         ConfigError: ``count`` leaves no layer to train.
     """
@@ -26,6 +29,9 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
     for layer in model.decoder.layers:
         if layer.layer_number <= count:
             layer.requires_grad_(False)
+    if model.pre_process:
+        num_recomputed = sum(layer.is_recomputed for layer in model.decoder.layers)
+        model.recompute_layers(num_recomputed, first=count)
 
 
 def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) -> None:

@@ -68,7 +68,7 @@ class Plan(LayoutSizes):
     Attributes:
         packs: the work of each data parallel rank.
         recompute_layers: number of layers that ``Recompute.full`` recomputes in each pipeline
-            stage, counted from its first layer; None means all.
+            stage, counted from its first layer with a backward pass; None means all.
         equal_heads: attention copies keys and values for every query head, because no kernel
             supports grouped heads, as in fp32 on GPUs (``models/attention``).
         fused_kernels: norms and RoPE use the fused GPU kernels of ``models/pointwise`` instead of
@@ -206,11 +206,10 @@ def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
     """Return True if a layer has a backward pass, even if its weights are frozen.
 
-    The frozen layers of the first stage have none, except with full recomputation, which makes the
-    input of the layers require a gradient. In later stages every layer has one, because the hidden
-    states that arrive from the previous stage require a gradient.
+    The frozen layers of the first stage have none. In later stages every layer has one, because the
+    hidden states that arrive from the previous stage require a gradient.
     """
-    return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
+    return layer >= plan.freeze_layers or stage > 0
 
 
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
@@ -222,7 +221,9 @@ def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
         return False
     num_layers = shape.num_layers // plan.pp
     num_recomputed = num_layers if plan.recompute_layers is None else plan.recompute_layers
-    return layer % num_layers < num_recomputed
+    stage, index = divmod(layer, num_layers)
+    first = 0 if stage > 0 else plan.freeze_layers
+    return first <= index < first + num_recomputed
 
 
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:

@@ -237,9 +237,22 @@ def test_auxiliary_loss_of_sigmoid_scores_has_megatrons_gradient(layout: Any) ->
     assert torch.equal(router.load, counts)
 
 
-def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's kernel for all experts, of which one has no rows; on a CPU it is only slower."""
-    rows, weight = torch.randn(9, 16), torch.randn(4, 2, 12, 16)
+@pytest.mark.parametrize("counts", [[2, 0, 6, 1], [0, 0, 0, 0]])
+def test_grouped_products_are_those_of_expert_by_expert(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's kernel for all experts, of which one has no rows; on a CPU it is only slower.
+
+    On CUDA the kernel takes no sum over no rows, as where a rank's experts were not chosen.
+    """
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def as_on_cuda(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+        assert rows.size(-1) > 0
+        return grouped_mm(rows, matrices, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", as_on_cuda)
+    rows, weight = torch.randn(sum(counts), 16), torch.randn(4, 2, 12, 16)
     found = []
     for is_grouped in (False, True):
         if is_grouped:
@@ -249,7 +262,7 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
                 lambda self, *unused: self.per_expert.cumsum(0).to(torch.int32),
             )
         given, matrices = (each.detach().clone().requires_grad_() for each in (rows, weight))
-        product = _GroupedMatmul.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))
+        product = _GroupedMatmul.apply(given, matrices, RowCounts(torch.tensor(counts)))
         (product**2).sum().backward()
         found.append([product, given.grad, matrices.grad])
     for plain, grouped in zip(*found, strict=True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
@@ -53,6 +56,30 @@ def test_rewards_in_parts_are_those_of_the_whole(model: Any, layout: ParallelLay
         assert shares == [(part + 1) / parts for part in range(parts)]
     assert infer_in_parts(model, [], layout, 3, shares.append) is None
     assert shares[-1] == 1.0
+
+
+def test_ranks_of_all_context_and_expert_groups_agree_on_the_number_of_packs(
+    model: Any, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CP=2 and EP=3 groups of both kinds form a chain over three data parallel ranks."""
+    ranks = RankGenerator(tp=1, ep=1, dp=3, pp=1, cp=2, order="tp-cp-ep-dp-pp")
+    experts = RankGenerator(tp=1, ep=3, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp")
+    assert ranks.get_ranks("cp") == [[0, 1], [2, 3], [4, 5]]
+    assert experts.get_ranks("ep") == [[0, 1, 2], [3, 4, 5]]
+    assert ranks.get_ranks("dp-cp") == [[0, 1, 2, 3, 4, 5]]
+
+    asked = []
+
+    def all_reduce(count: torch.Tensor, operation: Any, group: Any) -> None:
+        asked.append((operation, group))
+        count += 1
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    rewards = infer(model, [PackedBatch.pack(SEQUENCES)], replace(layout, ep=3))
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    assert asked == [(torch.distributed.ReduceOp.MAX, of_all)]
+    assert rewards is not None
+    assert len(rewards) == len(SEQUENCES)
 
 
 def test_parts_are_so_few_that_a_pipeline_is_seldom_empty() -> None:
@@ -166,6 +193,28 @@ def test_recomputed_layers_keep_nothing_but_their_input(base: Path, layout: Para
 
     with pytest.raises(ConfigError, match="num_layers: got 9, wanted at most 4"):
         load(base, layout, Recompute.full, 9)
+
+
+def test_frozen_layers_run_once_and_keep_nothing_where_others_are_recomputed(
+    base: Path, layout: ParallelLayout
+) -> None:
+    """The recomputed layers are counted from the first one that is trained."""
+    kept = []
+    for layers in (None, 1, 2):
+        recompute = Recompute.none if layers is None else Recompute.full
+        model = load(base, layout, recompute, layers).model
+        freeze_lower_layers(model, 2, 4)
+        wrapped = wrap_for_training(model)
+        wrapped.train()
+        kept.append(kept_for_backward(wrapped, PackedBatch.pack(SEQUENCES)))
+    assert kept[0] > kept[1] > kept[2]
+
+    passes = []
+    for layer in model.decoder.layers:
+        norm = layer.input_layernorm
+        norm.register_forward_pre_hook(lambda *_, n=layer.layer_number: passes.append(n))
+    wrapped(PackedBatch.pack(SEQUENCES)).sum().backward()
+    assert passes == [1, 2, 3, 4, 4, 3]
 
 
 def kept_for_backward(model: torch.nn.Module, batch: PackedBatch) -> int:

@@ -218,6 +218,7 @@ ALONE = {
     "selective": {"recompute": "selective"},
     "two": {"recompute": "full", "recompute_layers": 2},
     "frozen": {"freeze_layers": 2},
+    "frozen, one": {"freeze_layers": 2, "recompute": "full", "recompute_layers": 1},
 }
 # What other families than Llama have in their layers, and LoRA.
 FAMILIES = {
