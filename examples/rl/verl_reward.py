@@ -47,7 +47,7 @@ async def compute_score(
             it with ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
 
     Raises:
-        DataError: the reply or its prompt cannot be scored.
+        DataError: the reply or its prompt cannot be scored, or a part of a gateway failed on it.
     """
     if not extra_info or "prompt" not in extra_info:
         raise DataError("extra_info: 'prompt' is missing. Add the prompt's messages to the data")
@@ -58,6 +58,8 @@ async def compute_score(
     tools = without_struct_nulls(_as_lists(extra_info.get("tools")), is_inside=True)
     sample = with_tools([*prompt, {"role": "assistant", "content": solution_str}], tools)
     scored = await _client.score_rows_async([sample])
+    if scored.unscored:
+        raise DataError(f"a judge or function of the gateway failed: {scored.errors[0]}")
     if scored.errors:
         if refused_reward is None:
             raise DataError(f"the reply cannot be scored: {scored.errors[0]}. Set refused_reward")

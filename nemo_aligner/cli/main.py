@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -217,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The code is 1 after an error, also one of writing the output, and 130 after Ctrl-C.
     """
+    # The kernel withholds SIGTERM from the first process of a container unless it has a handler. A
+    # verb that drains or saves installs its own one, but a server only after its model is loaded.
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         try:
             return _run_command(list(sys.argv[1:] if argv is None else argv))

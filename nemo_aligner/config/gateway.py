@@ -85,8 +85,12 @@ class JudgeConfig:
     )
     repeats: int = setting(1, "judgments of each pair or response; their scores are averaged")
     principle: str | None = setting(None, "principle by which the judge grades")
-    temperature: float = setting(0.6, "sampling temperature of the judge")
-    max_tokens: int = setting(16384, "maximum tokens of a judgment, with its reasoning")
+    temperature: float | None = setting(
+        0.6, "sampling temperature of the judge; null: the field is not sent"
+    )
+    max_tokens: int | None = setting(
+        16384, "maximum tokens of a judgment, with its reasoning; null: the field is not sent"
+    )
     max_connections: int = setting(64, "maximum concurrent requests to the judge")
     timeout_s: float = setting(120.0, "seconds until a request to the judge counts as failed")
     retries: int = setting(3, "further attempts after a failed request or unusable answer")
@@ -106,6 +110,9 @@ class JudgeConfig:
             set_here = {"model", "messages", "stream", "n", "temperature", "max_tokens"}
             expected = f"other fields than {', '.join(sorted(set_here))}"
             checks.require(not set_here & set(self.fields), "fields", expected)
+            has_one_limit = self.max_tokens is None or "max_completion_tokens" not in self.fields
+            expected = "null with max_completion_tokens in judge.fields"
+            checks.require(has_one_limit, "max_tokens", expected)
 
 
 class CombineKind(Enum):

@@ -62,7 +62,7 @@ class FrontConfig:
         None, "/verify: return 1 for rewards of at least this, else 0; null: the reward"
     )
     max_request_bytes: int = setting(
-        16 * 2**20, "largest body in bytes, also when decompressed; larger ones get a 413"
+        16 * 2**20, "largest body in bytes, unpacked (NeMo Gym: 16 times); more get a 413"
     )
     max_buffered_bytes: int = setting(
         2**30, "bytes of all request bodies in memory; further requests get a 503"
@@ -243,7 +243,7 @@ class ServerConfig(FrontConfig):
         1.0, "longest model call in seconds, estimated from past calls; 0: no limit"
     )
     encode_timeout_secs: float = setting(
-        10.0, "seconds to tokenize a sample; slower ones get a 400"
+        10.0, "seconds to tokenize a sample; slower ones get a 503"
     )
     prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
     prefix_cache_states: int = setting(

@@ -109,6 +109,10 @@ class InProcessScorer:
         with self._lock, self._weights_on_device():
             return self._scorer.score_rows(samples, on_error=on_error).check_finite()
 
+    def find_rejected(self, samples: Sequence[Text]) -> dict[int, str]:
+        """Return why samples are rejected, by their number."""
+        return self.score_rows(samples).rejected
+
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
         if self._weights is None:

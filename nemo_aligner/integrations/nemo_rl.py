@@ -30,12 +30,12 @@ from nemo_aligner.contract.messages import (
     without_struct_nulls,
 )
 from nemo_aligner.contract.readout import one_reward, reward_weights, weighted_components
-from nemo_aligner.contract.scorer import Scorer
+from nemo_aligner.contract.scorer import ScoredRows, Scorer
 from nemo_aligner.data.prompt_template import check_template, fill_template
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.client.scorers import ServedScorer
 from nemo_aligner.serving.tokens import find_token
-from nemo_aligner.utils.errors import ConfigError, DataError, short
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +87,9 @@ class Rewarder(Scorer, Protocol):
     @property
     def contract(self) -> ScoringContract: ...
 
+    def find_rejected(self, samples: Sequence[Text]) -> dict[int, str]:
+        """Return why samples are rejected, by their number, without counting them."""
+
     def close(self) -> None: ...
 
 
@@ -135,7 +138,8 @@ class RewardModelEnvironment:
 
         Raises:
             DataError: a sample cannot be scored, and ``refused_reward`` is not set.
-            ServingError: no server answers, or it failed.
+            ServingError: no server answers, or it failed, or the judge or a function of a gateway
+                failed on a sample.
         """
         import torch
 
@@ -147,6 +151,7 @@ class RewardModelEnvironment:
             for log, info in zip(message_logs, env_infos, strict=True)
         ]
         scored = rewarder.score_rows(samples)
+        _check_all_judged(scored)
         rewards = one_reward(scored.rewards, self._weights)
         bad_prompts = self._find_bad_prompts(rewarder, samples, scored.errors)
         bad_replies = {
@@ -230,13 +235,13 @@ class RewardModelEnvironment:
     ) -> dict[int, str]:
         """Return the rejected samples whose prompt is at fault: row -> reason.
 
-        Each rejected sample is scored again with a reply that no model rejects. If it is rejected
+        Each rejected sample is tried again with a reply that no model rejects. If it is rejected
         again, the prompt is at fault.
         """
         if not errors:
             return {}
         probes = [_replace_reply(samples[row]) for row in errors]
-        prompt_errors = rewarder.score_rows(probes).errors
+        prompt_errors = rewarder.find_rejected(probes)
         rows = list(errors)
         return {rows[place]: reason for place, reason in prompt_errors.items()}
 
@@ -356,11 +361,31 @@ def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
         raise ConfigError(f"env: got {state} of url and rm_model_file, wanted one of them")
     if config.url:
         token = find_token(None, config.token_variable, "env.token")
-        client = RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token)
+        client = RewardClient(
+            config.url,
+            wait_s=config.wait_s,
+            retry_s=config.retry_s,
+            max_connections=_MOST_CONCURRENT,
+            token=token,
+        )
         return ServedScorer(client)
     from nemo_aligner.integrations.in_process import InProcessScorer
 
     return InProcessScorer.load(config)
+
+
+def _check_all_judged(scored: ScoredRows) -> None:
+    """Raise ServingError if a judge or function of the gateway has failed on a sample.
+
+    It is not the policy's fault, and NeMo RL cannot leave the sample out.
+    """
+    if scored.unscored:
+        row = min(scored.unscored)
+        raise ServingError(
+            f"{len(scored.unscored)} of {len(scored.rewards)} samples have no reward, because a "
+            f"part of the gateway failed; sample {row}: {scored.errors[row]}. Fix the part, and "
+            "resume the run; refused_reward is only for rejected replies"
+        )
 
 
 def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:

@@ -62,9 +62,9 @@ class RewardFunction:
     ) -> list[float]:
         """Score each completion; ``refused_reward`` for one that the server rejects.
 
-        Without ``refused_reward`` it gets NaN. TRL leaves a completion out of the step only if all
-        of the trainer's reward functions return NaN; otherwise it adds up the others' rewards,
-        which counts this one as 0.
+        Without ``refused_reward`` it gets NaN; so does one that a judge or function of a gateway
+        fails on. TRL leaves a completion out of the step only if all of the trainer's reward
+        functions return NaN; otherwise it adds up the others' rewards, which counts this one as 0.
 
         Args:
             prompts: raw texts, scored unchanged, or lists of messages, which are written in the
@@ -96,9 +96,9 @@ class RewardFunction:
             for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
         ]
         scored = self._client.score_rows(samples)
-        self._warn_of_reasoning(completions, scored.errors)
+        self._warn_of_reasoning(completions, scored.rejected)
         if samples and "log_metric" in columns:
-            refused = len(scored.errors) / len(samples)
+            refused = len(scored.rejected) / len(samples)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
         rewards = scored.rewards
         if self._aggregate is not None:  # steps in the prompts are not combined
@@ -109,7 +109,7 @@ class RewardFunction:
             rewards = scored.aggregated(self._aggregate, self._scale, sizes)
         values = one_reward(rewards, self._weights)
         if self._refused_reward is not None:
-            values[list(scored.errors)] = self._refused_reward
+            values[list(scored.rejected)] = self._refused_reward
         return values.tolist()
 
     def _warn_of_reasoning(self, completions: Sequence[Text], errors: Mapping[int, str]) -> None:

@@ -216,7 +216,7 @@ class ComposedService(ScoringService):
             return replace(model_rows, rewards=rewards)
         parts = self._begin_table(model_rows)
         failures = {
-            row: RequestError(reason, FailureKind.bad_request)
+            row: RequestError(reason, _kind_of(row, model_rows))
             for row, reason in model_rows.errors.items()
         }
         is_decided, comparisons = await self._fill_table(request.texts or (), parts, failures)
@@ -237,6 +237,7 @@ class ComposedService(ScoringService):
             parts=parts,
             components=terms if is_sum else None,
             comparisons=comparisons,
+            unscored=frozenset(row for row in failures if failures[row].kind in _PART_FAILURES),
         )
 
     async def _score_by_model(
@@ -396,6 +397,11 @@ class ComposedService(ScoringService):
             measured_on=None,
             shaping=json.dumps(rules, sort_keys=True),
         )
+
+
+def _kind_of(row: int, model_rows: ScoredRows) -> FailureKind:
+    is_unscored = row in model_rows.unscored  # by the parts of a backend that is itself a gateway
+    return FailureKind.unscored if is_unscored else FailureKind.bad_request
 
 
 def _overflow_failure(reward: float) -> RequestError:

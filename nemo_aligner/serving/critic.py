@@ -36,7 +36,7 @@ from nemo_aligner.serving.engine.read_write_lock import ReadWriteLock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.running_calls import LongOperation
 from nemo_aligner.serving.engine.scorer import RewardScorer
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.failures import NO_ROWS, FailureKind, RequestError
 from nemo_aligner.serving.intake import Intake, answer_of
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.protocols import critic as wire
@@ -161,7 +161,7 @@ class CriticService:
         With a reward model, each row begins with its reward: ``[N, 1 + S]``.
         """
         begun = time.monotonic()
-        encoded = await self._intake.encode(request, sets_rows_aside=False)
+        encoded = await self._intake.encode(request, NO_ROWS)
         async with self._arrivals:
             answer = self._submit_shared(encoded.rows)
         values = await answer_of(answer)

@@ -208,10 +208,18 @@ class RefusedError(RequestError):
             server or from a proxy.
     """
 
-    def __init__(self, server: str, status: int, message: str, is_foreign: bool = False) -> None:
+    def __init__(
+        self,
+        server: str,
+        status: int,
+        message: str,
+        is_foreign: bool = False,
+        kind: FailureKind | None = None,
+    ) -> None:
+        """Store the answer; ``kind`` None stands for the kind of the status."""
         match = _ROW.match(message)
         row = int(match[1]) if match else None
-        super().__init__(message, FailureKind.of_status(status), row=row)
+        super().__init__(message, kind or FailureKind.of_status(status), row=row)
         self.server, self.status, self.is_foreign = server, status, is_foreign
 
     def __str__(self) -> str:
@@ -236,7 +244,7 @@ class RefusedError(RequestError):
     def of_row(self, row: int) -> RefusedError:
         """Return a copy with another ``row``: the row's number in the caller's list of samples."""
         message = self.message.replace(f"row {self.row}: ", f"row {row}: ", 1)
-        return RefusedError(self.server, self.status, message)
+        return RefusedError(self.server, self.status, message, kind=self.kind)
 
 
 class UnavailableError(RequestError):

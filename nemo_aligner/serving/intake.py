@@ -7,7 +7,7 @@ rows then wait in the queue of the model. Each service itself interprets the mod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +67,7 @@ class EncodedRequest:
         reply_tokens: for each row, the number of tokens of its reply; None if shaping does not
             need it.
         errors: number of a sample in the request -> why the sample could not be encoded.
+        unscored: the samples in ``errors`` that were too slow or not tried; see ``ScoredRows``.
         num_tokens: tokens of all rows.
     """
 
@@ -76,6 +77,7 @@ class EncodedRequest:
     spans: list[tuple[StepSpan, ...]]
     reply_tokens: list[int] | None
     errors: dict[int, str]
+    unscored: frozenset[int]
     num_tokens: int
 
     def check_finite(self, values: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
@@ -111,7 +113,10 @@ class _Sample(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """A sample that could not be encoded, and why; ``is_slow`` if it exceeded the time limit."""
+    """A sample that could not be encoded, and why.
+
+    ``is_slow`` if it exceeded the time limit, or was not tried because others did.
+    """
 
     reason: str
     is_slow: bool
@@ -151,8 +156,9 @@ class Intake:
             _ENCODERS,
             "encoder",
             seconds,
-            f"it took more than {seconds:g} s to tokenize ({key}). If the sample is not very long, "
-            "the model's chat template runs forever for it",
+            f"it took more than {seconds:g} s to tokenize ({key}). If it does so again while the "
+            "server is idle, leave the sample out: it is very long, or the model's chat template "
+            "runs forever for it",
             max_replaced=_MORE_ENCODERS,
         )
         self.meter = Meter()
@@ -172,13 +178,14 @@ class Intake:
             self.meter.count_failure()
             raise
 
-    async def encode(self, request: ScoreRequest, sets_rows_aside: bool) -> EncodedRequest:
+    async def encode(self, request: ScoreRequest, aside: Collection[FailureKind]) -> EncodedRequest:
         """Encode the samples of a request, in another thread if that takes long.
 
         Args:
             request: the samples.
-            sets_rows_aside: collect samples that cannot be encoded in ``errors``. If False, the
-                first one fails the request.
+            aside: kinds of failures for which a sample that cannot be encoded is collected in
+                ``errors``: ``bad_request``, or ``unreachable`` if it is too slow. The first sample
+                with another failure fails the request.
 
         Raises:
             RequestError: a sample cannot be encoded, the request has too many tokens, or too many
@@ -186,12 +193,12 @@ class Intake:
         """
         outcomes: list[_Sample | _Failure] = []
         if self._is_quick(request):
-            self._encode_samples(request, sets_rows_aside, outcomes, _call)
+            self._encode_samples(request, aside, outcomes, _call)
             return self._collect(outcomes)
         while True:
             num_encoded = len(outcomes)
             try:
-                work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
+                work = partial(self._encode_samples, request, aside, outcomes)
                 await self._threads.run(work)
             except ThreadsHangError as error:
                 text = f"samples cannot be tokenized: {one_line(error)}"
@@ -200,9 +207,8 @@ class Intake:
                 # Python cannot interrupt the blocked thread. Another thread encodes the remaining
                 # samples into a new list, because the blocked one may still append to the old list.
                 position = num_encoded + error.step
-                if not sets_rows_aside:
-                    raise _row_error(request.row_numbers[position], error) from error
-                outcomes = [*outcomes[:position], _Failure(one_line(error), is_slow=True)]
+                failure = _row_failure(request.row_numbers[position], error, aside)
+                outcomes = [*outcomes[:position], failure]
             else:
                 return self._collect(outcomes)
 
@@ -236,7 +242,7 @@ class Intake:
     def _encode_samples(
         self,
         request: ScoreRequest,
-        sets_rows_aside: bool,
+        aside: Collection[FailureKind],
         outcomes: list[_Sample | _Failure],
         run_step: RunStep,
     ) -> None:
@@ -254,18 +260,16 @@ class Intake:
         )
         numbers, num_done = request.row_numbers, len(outcomes)
         for number, sample in zip(numbers[num_done:], samples[num_done:], strict=True):
+            if num_slow == _MOST_SLOW:
+                reason = f"not tried, because {num_slow} earlier samples took too long to tokenize"
+                outcomes.append(_Failure(reason, is_slow=True))
+                continue
             try:
-                if num_slow == _MOST_SLOW:
-                    raise ServingError(
-                        f"not tried, because {num_slow} earlier samples took too long to tokenize"
-                    )
                 text, reply_tokens = run_step(encode, sample)
             except AlignerError as error:
-                if not sets_rows_aside:
-                    raise _row_error(number, error) from error
-                is_slow = isinstance(error, TooSlowError)
-                num_slow += is_slow
-                outcomes.append(_Failure(one_line(error), is_slow))
+                failure = _row_failure(number, error, aside)
+                num_slow += failure.is_slow
+                outcomes.append(failure)
                 continue
             reads = text.reads if self._has_steps else None
             row, spans = Row.of(text.token_ids, reads), text.spans if reads else ()
@@ -275,17 +279,19 @@ class Intake:
 
     def _collect(self, outcomes: Sequence[_Sample | _Failure]) -> EncodedRequest:
         samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
+        failures = {
+            position: outcome
+            for position, outcome in enumerate(outcomes)
+            if isinstance(outcome, _Failure)
+        }
         return EncodedRequest(
             rows=[sample.row for sample in samples],
             numbers=[sample.number for sample in samples],
             truncated=[sample.is_truncated for sample in samples],
             spans=[sample.spans for sample in samples],
             reply_tokens=[s.reply_tokens for s in samples] if self._needs_lengths else None,
-            errors={
-                position: outcome.reason
-                for position, outcome in enumerate(outcomes)
-                if isinstance(outcome, _Failure)
-            },
+            errors={position: failure.reason for position, failure in failures.items()},
+            unscored=frozenset(row for row, failure in failures.items() if failure.is_slow),
             num_tokens=sum(len(sample.row.ids) for sample in samples),
         )
 
@@ -342,10 +348,21 @@ def _call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) ->
     return function(*arguments, **named)
 
 
-def _row_error(number: int, error: Exception) -> RequestError:
-    """Build the error of a row; its message has the row's number, which clients read from it."""
-    message = f"row {number}: {one_line(error)}"
-    return RequestError(message, FailureKind.bad_request, row=number)
+def _row_failure(number: int, error: AlignerError, aside: Collection[FailureKind]) -> _Failure:
+    """Return the failure of the sample with this number in its request.
+
+    Raises:
+        RequestError: failures of this kind are not set aside. The message has the row's number,
+            which clients read from it.
+    """
+    # Seconds depend on the load, so a slow sample may be sent again: it is not rejected, and has no
+    # ``row``, so that no route looks for the fault in its reply.
+    is_slow = isinstance(error, TooSlowError)
+    kind = FailureKind.unreachable if is_slow else FailureKind.bad_request
+    if kind not in aside:
+        message = f"row {number}: {one_line(error)}"
+        raise RequestError(message, kind, row=None if is_slow else number) from error
+    return _Failure(one_line(error), is_slow)
 
 
 async def answer_of(ranks: Future[T], problem: str = "the model failed") -> T:

@@ -27,8 +27,8 @@ from nemo_aligner.contract.messages import (
     Text,
     as_json,
     messages_of,
-    principle_of,
     prompt_of,
+    with_messages,
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
 from nemo_aligner.serving.engine.timed_threads import (
@@ -201,7 +201,8 @@ class JudgePart:
         """Return the verdict on the samples of a task, or why there is none."""
         responses = [messages_of(samples[number])[-1] for number in task]
         first = samples[task[0]]
-        judging = self._client.judge(prompt_of(first), responses, principle_of(first))
+        assert not isinstance(first, str)
+        judging = self._client.judge(with_messages(first, prompt_of(first)), responses)
         try:
             return await asyncio.wait_for(judging, self._timeout_s)
         except JudgeError as error:

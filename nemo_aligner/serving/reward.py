@@ -165,7 +165,7 @@ class LocalService(ScoringService):
         self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
     ) -> ScoredRows:
         begun = time.monotonic()
-        encoded = await self._intake.encode(request, sets_rows_aside=bool(aside))
+        encoded = await self._intake.encode(request, aside)
         if encoded.rows:
             outputs = await answer_of(self._batcher.submit(encoded.rows))
             scored = self._read_outputs(encoded, outputs, is_probe)
@@ -174,7 +174,7 @@ class LocalService(ScoringService):
         if not is_probe:
             seconds, count = time.monotonic() - begun, len(encoded.rows)
             self._intake.meter.count_answer(seconds, count, encoded.num_tokens)
-        return insert_refused(scored, encoded.errors)
+        return replace(insert_refused(scored, encoded.errors), unscored=encoded.unscored)
 
     def _empty_rows(self) -> ScoredRows:
         """Return a result without rows, for a request whose samples were all rejected."""

@@ -257,7 +257,13 @@ def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows
         {**pair, **{key: rows[int(pair[key])] for key in ("response_i", "response_j")}}
         for pair in scored.comparisons
     ]
-    return replace(scored, **arrays, errors=dict(sorted(errors.items())), comparisons=comparisons)
+    return replace(
+        scored,
+        **arrays,
+        errors=dict(sorted(errors.items())),
+        comparisons=comparisons,
+        unscored=frozenset(rows[row] for row in scored.unscored),
+    )
 
 
 def check_num_rows(num_rows: int, config: FrontConfig) -> None:

@@ -51,20 +51,20 @@ class UpstreamService(ScoringService):
                     await self._client.turn_end_async(), await self._client.sample_frame_async()
                 )
             except ServingError as error:
-                raise _unreachable_error(error) from error
+                raise _upstream_error(error) from error
         return self._parts
 
     async def read_contract(self) -> ScoringContract:
         try:
             return await self._fetch_contract()
         except ServingError as error:
-            raise _unreachable_error(error) from error
+            raise _upstream_error(error) from error
 
     async def find_contract(self) -> ScoringContract | None:
         try:
             return await self._fetch_contract_if_any()
         except ServingError as error:
-            raise _unreachable_error(error) from error
+            raise _upstream_error(error) from error
 
     async def probe(self) -> dict[str, str | None]:
         return await self._client.probe_async()
@@ -84,15 +84,12 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # Any other rejection is not the sender's fault, e.g. if the gateway's token is wrong.
-            kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
-            row = error.row if kind is FailureKind.bad_request else None
-            refusal = RequestError(one_line(error.message), kind, row=row)
-            raise refusal.renumber(request.row_numbers) from error
+            raise _refusal_of(error).renumber(request.row_numbers) from error
         except ServingError as error:
-            raise _unreachable_error(error) from error
+            raise _upstream_error(error) from error
         except Exception as error:
             raise public_failure(error) from error
+        _check_unscored(scored, request, aside)
         return scored
 
     async def _forward(
@@ -164,7 +161,30 @@ class UpstreamService(ScoringService):
                 )
 
 
-def _unreachable_error(error: ServingError) -> RequestError:
+def _check_unscored(
+    scored: ScoredRows, request: ScoreRequest, aside: Collection[FailureKind]
+) -> None:
+    """Raise RequestError if the parts of a backend, itself a gateway, failed on a row."""
+    if scored.unscored and FailureKind.unscored not in aside:
+        row = min(scored.unscored)
+        text = f"row {request.row_numbers[row]}: {scored.errors[row]}"
+        raise RequestError(text, FailureKind.unscored)
+
+
+def _refusal_of(error: RefusedError) -> RequestError:
+    """Build the gateway's error for a request that a backend has rejected."""
+    if error.kind is FailureKind.unauthorized:
+        text = f"{error}. Set backend_token_file or backend_token_variable of the gateway"
+        return RequestError(one_line(text), FailureKind.internal)
+    # Any other rejection is not the sender's fault either, e.g. if the model fails.
+    kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
+    row = error.row if kind is FailureKind.bad_request else None
+    return RequestError(one_line(error.message), kind, row=row)
+
+
+def _upstream_error(error: ServingError) -> RequestError:
     """Build the gateway's error for a request that no backend has answered."""
+    if isinstance(error, RefusedError) and error.kind is FailureKind.unauthorized:
+        return _refusal_of(error)
     text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
     return RequestError(one_line(text), FailureKind.unreachable, _RETRY_AFTER_S)

@@ -47,8 +47,8 @@ def services() -> dict[str, dict[str, Any]]:
 
 def pods() -> Iterator[dict[str, Any]]:
     yield training_pod()
-    for deployment in manifests("Deployment"):
-        yield deployment["spec"]["template"]["spec"]
+    for workload in workloads():
+        yield workload["spec"]["template"]["spec"]
 
 
 def training_pod() -> dict[str, Any]:
@@ -60,9 +60,13 @@ def training_pod() -> dict[str, Any]:
     return job["template"]["spec"]["template"]["spec"]
 
 
-def deployment_of(name: str) -> dict[str, Any]:
-    (deployment,) = [one for one in manifests("Deployment") if one["metadata"]["name"] == name]
-    return deployment
+def workloads() -> list[dict[str, Any]]:
+    return manifests("StatefulSet") + manifests("Deployment")
+
+
+def workload_of(name: str) -> dict[str, Any]:
+    (workload,) = [one for one in workloads() if one["metadata"]["name"] == name]
+    return workload
 
 
 def commands() -> Iterator[list[str]]:
@@ -171,17 +175,8 @@ def test_pods_of_a_run_are_selected_by_labels_that_they_have() -> None:
     assert term["matchLabelKeys"] == ["jobset.sigs.k8s.io/jobset-name"]
 
 
-def test_update_needs_no_further_gpu_and_may_take_as_long_as_a_start() -> None:
-    deployment = deployment_of("reward-model")["spec"]
-    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
-    probe = deployment["template"]["spec"]["containers"][0]["startupProbe"]
-    start_s = probe["periodSeconds"] * probe["failureThreshold"]
-    assert deployment["progressDeadlineSeconds"] > start_s
-
-
 def test_the_server_is_asked_where_it_answers() -> None:
-    deployment = deployment_of("reward-model")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = workload_of("reward-model")["spec"]["template"]["spec"]["containers"]
     (port,) = container["ports"]
     assert f"server.port={port['containerPort']}" in container["args"]
     page = (ROOT / "docs/protocols.md").read_text()
@@ -203,8 +198,7 @@ def test_the_server_is_asked_where_it_answers() -> None:
     ]
     assert "http://127.0.0.1:5555/ready" in test[-1]
     for service in manifests("Service"):
-        name = service["metadata"]["name"]
-        template = deployment_of(name)["spec"]["template"]
+        template = workload_of(service["spec"]["selector"]["app"])["spec"]["template"]
         assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
         (container_port,) = template["spec"]["containers"][0]["ports"]
         (service_port,) = service["spec"]["ports"]
@@ -227,12 +221,23 @@ def test_probes_wait_longer_than_a_server_takes_to_answer() -> None:
 
 
 def test_the_gateway_reaches_the_servers_and_prometheus_finds_them() -> None:
-    gateway = deployment_of("reward-gateway")["spec"]["template"]
+    gateway = workload_of("reward-gateway")["spec"]["template"]
     (container,) = gateway["spec"]["containers"]
     services = {one["metadata"]["name"]: one for one in manifests("Service")}
     servers = services["reward-model"]
     (port,) = servers["spec"]["ports"]
-    assert f"backends=[http://reward-model:{port['port']}]" in container["args"]
+    # Behind the Service's one address, no server could be chosen, compared or left out.
+    (names,) = [one for one in services.values() if one["spec"].get("clusterIP") == "None"]
+    pods_of_servers = workload_of("reward-model")
+    assert pods_of_servers["kind"] == "StatefulSet"
+    assert pods_of_servers["spec"]["serviceName"] == names["metadata"]["name"]
+    (scaler,) = manifests("HorizontalPodAutoscaler")
+    (backends,) = [word for word in container["args"] if word.startswith("backends=")]
+    assert load_config(SCHEMAS["gateway"], [backends]).backends == [
+        f"http://reward-model-{number}.{names['metadata']['name']}:{port['port']}"
+        for number in range(scaler["spec"]["maxReplicas"])
+    ]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     policies = {one["metadata"]["name"]: one for one in manifests("NetworkPolicy")}
     (rule,) = policies["reward-model"]["spec"]["ingress"]
     allowed = rule["from"][0]["podSelector"]["matchLabels"]
@@ -302,9 +307,9 @@ def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
 
 def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> None:
     (scaler,) = manifests("HorizontalPodAutoscaler")
-    deployment = deployment_of("reward-model")
+    servers = workload_of("reward-model")
     target = scaler["spec"]["scaleTargetRef"]
-    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    assert (target["kind"], target["name"]) == (servers["kind"], servers["metadata"]["name"])
     (metric,) = scaler["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
     assert name in shown_metrics()
@@ -313,7 +318,7 @@ def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> Non
     assert rule["seriesQuery"].startswith(f"{name}{{")
     # Prometheus finds pods by label and annotations, labels their samples, and has the token.
     (job,) = yaml.safe_load((DEPLOY / "prometheus/scrape.yaml").read_text())["scrape_configs"]
-    template = deployment["spec"]["template"]
+    template = servers["spec"]["template"]
     assert job["relabel_configs"][0]["regex"] == template["metadata"]["labels"]["app"]
     (port,) = template["spec"]["containers"][0]["ports"]
     assert template["metadata"]["annotations"] == {
@@ -383,11 +388,11 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
         for container in pod["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
     for name in ("reward-model", "reward-gateway"):
-        check_access(deployment_of(name))
+        check_access(workload_of(name))
 
 
-def check_access(deployment: dict[str, Any]) -> None:
-    template = deployment["spec"]["template"]
+def check_access(workload: dict[str, Any]) -> None:
+    template = workload["spec"]["template"]
     (container,) = template["spec"]["containers"]
     # Only temporary files are written, in a folder of their own.
     assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -403,11 +408,10 @@ def check_access(deployment: dict[str, Any]) -> None:
     assert [f"token_variable={name}" for name in secrets] == [
         word.partition(".")[2] for word in words
     ]
-    name = deployment["metadata"]["name"]
+    name = workload["metadata"]["name"]
     (policy,) = [one for one in manifests("NetworkPolicy") if one["metadata"]["name"] == name]
     assert (
-        policy["spec"]["podSelector"]["matchLabels"]
-        == deployment["spec"]["selector"]["matchLabels"]
+        policy["spec"]["podSelector"]["matchLabels"] == workload["spec"]["selector"]["matchLabels"]
     )
     (rule,) = policy["spec"]["ingress"]
     assert rule["from"]

@@ -12,6 +12,7 @@ from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from tests.harness import tiny
 from tests.harness.once import Once
 from tests.serving import servers
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.servers import FAKE, QUICK, SERVE, running
 
 
@@ -50,6 +51,14 @@ def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     folder = tmp_path_factory.mktemp("gateway")
     with servers.gateway(folder, f"backends=[{server}]") as started:
         yield started.url
+
+
+@pytest.fixture
+def lone() -> Iterator[Misbehaving]:
+    """A server in this process, which listens."""
+    server = Misbehaving().come()
+    yield server
+    server.go()
 
 
 @pytest.fixture(scope="session")

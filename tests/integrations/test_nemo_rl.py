@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import pyarrow
 import pytest
 import torch
 
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.contract.messages import Conversation, messages_of
 from nemo_aligner.contract.messages import flatten_message as said_by
 from nemo_aligner.contract.scorer import score_all
@@ -26,6 +29,7 @@ from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvi
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, SettingsError
+from tests.serving.client.misbehaving import Misbehaving, refuse
 from tests.serving.fake_server import CONTRACT, total
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
@@ -55,6 +59,9 @@ class Sums:
         sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
         sums[list(errors)] = np.nan
         return ScoredRows(sums, errors, np.zeros(len(texts), dtype=bool), CONTRACT.hash)
+
+    def find_rejected(self, texts: Any) -> dict[int, str]:
+        return self.score_rows(texts).errors
 
     def close(self) -> None:
         self.closed += 1
@@ -163,6 +170,16 @@ def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
         environment().step(logs[2:3], [None])
 
 
+def test_a_sample_that_a_gateways_judge_fails_on_is_not_refused() -> None:
+    class Judged(Sums):
+        def score_rows(self, texts: Any) -> ScoredRows:
+            return replace(super().score_rows(texts), unscored=frozenset({1}))
+
+    judged = RewardModelEnvironment({"refused_reward": -5}, Judged())
+    with pytest.raises(ServingError, match=r"1 of 2 samples have no reward, .* sample 1: the text"):
+        judged.step([said("a", "b"), said("", "")], [None] * 2)
+
+
 def test_the_metrics_are_those_of_nemo_rl() -> None:
     rewards = torch.tensor([1.0, 2.0, 6.0])
     batch = {"message_log": [[], [], []], "total_reward": rewards}
@@ -236,6 +253,23 @@ def test_settings_are_errors_all_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         environment(retry_s=-1, precision="fp8")
     assert len(caught.value.problems) == 2
+
+
+def test_servers_get_all_requests_of_an_actor_at_once_and_count_no_prompt_that_is_tried(
+    lone: Misbehaving,
+) -> None:
+    served = nemo_rl._create_rewarder(RewardEnvironmentConfig(url=lone.url, retry_s=0))
+    calls = nemo_rl._MOST_CONCURRENT
+    all_asked = Barrier(calls)
+    lone.answer = lambda texts: all_asked.wait(10) and None
+    with ThreadPoolExecutor(calls) as threads:
+        [*threads.map(lambda text: served.score_rows([text]), ["a"] * calls)]
+    assert lone.most_at_once == calls
+    lone.asked.clear()
+    lone.answer = refuse
+    assert served.find_rejected(["!a", "b"]) == {0: "no a"}
+    assert sorted(lone.asked) == [["!a"], ["b"]]  # probes have one row
+    served.close()
 
 
 def test_servers_are_asked(fake_server: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import ConfigError, ServingError
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
 
 
@@ -114,6 +116,27 @@ def test_a_refused_completion_gets_the_reward_that_is_set_for_it() -> None:
     reward = reward_function("http://127.0.0.1:1", attribute="minus", refused_reward=-500.0)
     reward._client = Client()  # type: ignore[assignment]
     assert reward(["a", "", "b"], ["c", "", "d"]) == [-196.0, -500.0, -198.0]
+
+
+def test_a_completion_that_a_gateways_judge_fails_on_has_nan_and_is_not_refused() -> None:
+    class Judged(Client):
+        def score_rows(self, texts: Any) -> ScoredRows:
+            return replace(super().score_rows(texts), unscored=frozenset({1}))
+
+    logged: dict[str, float] = {}
+    reward = RewardFunction(Judged(), "sum", "good", refused_reward=-5.0)  # type: ignore[arg-type]
+    found = reward(["a", "", ""], ["c", "", ""], log_metric=logged.__setitem__)
+    assert (found[0], str(found[1]), found[2]) == (196.0, "nan", -5.0)
+    assert logged == {"rewards/good/refused": 1 / 3}
+
+
+def test_a_reward_function_works_in_a_process_of_its_own(lone: Misbehaving) -> None:
+    """TRL's rollout worker is spawned, so the reward functions are pickled."""
+    reward = reward_function(lone.url, attribute="sum", tools=[weather])
+    expected = [[float(total("ac"))], reward.__name__]
+    assert [reward(["a"], ["c"]), reward.__name__] == expected
+    other = pickle.loads(pickle.dumps(reward))
+    assert [other(["a"], ["c"]), other.__name__] == expected
 
 
 class WithoutReasoning(Client):

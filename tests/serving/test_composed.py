@@ -626,7 +626,11 @@ def test_one_answer_has_all_rows_that_the_judge_cannot_score(
     too_long = "judge: it answers HTTP 400: 'The prompt is too long.'"
     reasons = ["", too_long, "", "judge: it answers HTTP 401: 'no'", "the text is empty"]
     assert outputs["errors"] == reasons
+    assert outputs["unscored"] == [0, 1, 0, 1, 0]
     assert (len(fake.requests), len(client.asked)) == (4, 1)
+    combine = {"fail_requests": True}
+    (answer,) = asked(monkeypatch, calls, fake, combine=combine, task=JudgeTask.rating)
+    assert answer.json == {"error": f"row 1: {too_long}", "kind": "unscored"}
     # Without the parameter, or if the judge is gone for a row, the request fails as a whole.
     rows[1:] = [json.dumps(conversation("dies 1"))]
     tensor["shape"] = [2, 1]

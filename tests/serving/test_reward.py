@@ -27,7 +27,13 @@ from nemo_aligner.serving.engine.pace import CallClock
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.running_calls import RunningCalls
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind, RequestError
+from nemo_aligner.serving.failures import (
+    ALL_ROWS,
+    NO_ROWS,
+    REJECTED_ROWS,
+    FailureKind,
+    RequestError,
+)
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
@@ -182,7 +188,9 @@ def test_service_refuses_a_request_of_too_many_tokens_or_rows() -> None:
     assert rewards(service.ask(kserve.encode_sentences(["12345"]))[0]) == [255]
 
 
-def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -> None:
+def test_sample_that_never_ends_may_be_sent_again_and_others_are_answered_meanwhile() -> None:
+    """The server may also be suspended or overloaded: then no sample is at fault."""
+
     class Hanging(FakeScorer):
         def encode(self, text: Any) -> EncodedText:
             while text[0]["content"] == "hang" if isinstance(text, list) else False:
@@ -196,7 +204,7 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
         hanging = [
             asyncio.ensure_future(answered(service.service.answer(request, aside)))
             for request, aside in (
-                (ScoreRequest(texts=[chat, hang, chat]), NO_ROWS),
+                (ScoreRequest(texts=[chat, hang, ""]), REJECTED_ROWS),
                 (ScoreRequest(texts=[chat, hang, chat]), ALL_ROWS),
                 (ScoreRequest(texts=[hang] * 5), ALL_ROWS),
             )
@@ -206,18 +214,20 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
         assert not hanging[-1].done()
         return rewards(live), await asyncio.gather(*hanging)
 
-    live, (refused, aside, attack) = asyncio.run(answer_all())
+    live, (failed, aside, attack) = asyncio.run(answer_all())
     assert live == [195, 195]
     slow = (
-        "it took more than 0.6 s to tokenize (server.encode_timeout_secs). If the sample is not "
-        "very long, the model's chat template runs forever for it"
+        "it took more than 0.6 s to tokenize (server.encode_timeout_secs). If it does so again "
+        "while the server is idle, leave the sample out: it is very long, or the model's chat "
+        "template runs forever for it"
     )
-    assert refused == bad(f"row 1: {slow}")
+    assert failed == Failure(f"row 1: {slow}", FailureKind.unreachable)
     assert isinstance(aside, ScoredRows)
     assert isinstance(attack, ScoredRows)
-    assert (rewards(aside)[::2], aside.errors) == ([195, 195], {1: slow})
+    assert (rewards(aside)[::2], aside.errors, aside.rejected) == ([195, 195], {1: slow}, {})
     untried = "not tried, because 3 earlier samples took too long to tokenize"
     assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
+    assert attack.rejected == {}
     service.service.stop()
 
 
@@ -280,7 +290,7 @@ def test_service_is_unready_while_its_model_or_too_many_of_its_samples_hang(
     hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
     (refused,) = service.ask(ScoreRequest(texts=[hang]))
     assert isinstance(refused, Failure)
-    assert refused.kind is FailureKind.bad_request
+    assert refused.kind is FailureKind.unreachable
     reason = "samples cannot be tokenized: 1 earlier calls still hang, so no more are made"
     assert service.ask(ScoreRequest(texts=[chat])) == [Failure(reason, FailureKind.busy)]
     assert probe() == reason

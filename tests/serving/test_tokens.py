@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
+from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.failures import NO_TOKEN
 from nemo_aligner.serving.tokens import find_token, has_token, hide_password, warn_of_open_server
 from nemo_aligner.utils.errors import ConfigError, ServingError, SettingsError
@@ -166,3 +168,20 @@ def test_url_for_people_has_no_password() -> None:
     with pytest.raises(ConfigError) as caught:
         RewardClient("ftp://user:s3cret@host")
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "connect",
+    [
+        lambda url: RewardClient(["http://other", url], token=TOKEN),
+        lambda url: RewardCriticClient("http://other", reward_url=url, token=TOKEN),
+        lambda url: PostingAddress(url, TOKEN),
+    ],
+)
+def test_password_and_token_are_rejected_together(connect: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connect("http://user:s3cret@host/a")
+    assert str(caught.value) == (
+        "url: got http://host/a with a user or password, and a token, which one header cannot both "
+        "carry; remove one of them"
+    )

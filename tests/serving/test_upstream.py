@@ -11,14 +11,22 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from nemo_aligner.config.gateway import GatewayConfig
-from nemo_aligner.serving.client import RefusedError
+from nemo_aligner.config.gateway import CombineConfig, GatewayConfig, GatewayRunConfig
+from nemo_aligner.serving.client import RefusedError, RewardClient, ScoredRows
+from nemo_aligner.serving.composed import ComposedService
 from nemo_aligner.serving.drift import AttributeDrift, RecentRewards
-from nemo_aligner.serving.failures import ALL_ROWS, NO_ROWS, FailureKind
+from nemo_aligner.serving.failures import (
+    ALL_ROWS,
+    NO_ROWS,
+    NO_TOKEN,
+    REJECTED_ROWS,
+    FailureKind,
+)
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.answers import Failure, answered
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
 
@@ -56,6 +64,50 @@ def test_upstream_sets_a_refused_row_aside_or_fails_the_request() -> None:
     assert np.isnan(scored.rewards[1]).all()
     assert ask(upstream, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
     assert upstream.recent.drift(None)[0].rows == 1
+
+
+def test_upstream_rejects_no_row_that_the_judge_of_a_backend_failed_on() -> None:
+    """The backend is a gateway, too."""
+    client, errors = FakeClient(), {0: "the text is empty", 1: "judge: no"}
+    scored = ScoredRows(np.full((2, 2), np.nan), errors, np.zeros(2, bool), unscored=frozenset({1}))
+    client.score_rows_async = AsyncMock(return_value=scored)  # type: ignore[method-assign]
+    request = ScoreRequest(texts=["", "b"], refused={1: "an image"})
+    scored = ask(service(client), request, aside=ALL_ROWS)
+    assert scored.rejected == {0: "the text is empty", 1: "an image"}
+    failed = ask(service(client), request, aside=REJECTED_ROWS)
+    assert failed == Failure("row 2: judge: no", FailureKind.unscored)
+    weighted = CombineConfig(weights={"model": 2.0})
+    config = GatewayRunConfig(backends=["http://one"], combine=weighted)
+    composed = ComposedService(service(client), [], config)
+    scored = asyncio.run(composed.answer(request, ALL_ROWS))
+    assert scored.rejected == {0: "the text is empty", 1: "an image"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_upstream_tells_that_its_token_is_wrong(lone: Misbehaving, number: int) -> None:
+    """Readiness is open to everyone, so a probe also fetches something that needs the token."""
+    lone._post = lambda *unused: (401, {"error": NO_TOKEN})  # type: ignore[method-assign]
+    urls = [lone.url, f"http://localhost:{lone.port}"][:number]
+
+    async def answer_all() -> tuple[Any, ...]:
+        client = RewardClient(urls, in_callers_loop=True)
+        upstream = UpstreamService(client, GatewayConfig())
+        states = await upstream.probe()
+        scored = [await answered(upstream.answer(TWO, aside)) for aside in (NO_ROWS, ALL_ROWS)]
+        reads = [upstream.read_contract(), upstream.find_contract(), upstream.template_parts()]
+        others = [await answered(read) for read in reads]
+        states_again, counts = await upstream.probe(), await upstream.statistics()
+        await upstream.close()
+        return states, states_again, counts, [*scored, *others]
+
+    states, states_again, counts, failures = asyncio.run(answer_all())
+    assert all(NO_TOKEN in reason for reason in [*states.values(), *states_again.values()])
+    assert counts == dict.fromkeys(urls)
+    advice = "Set backend_token_file or backend_token_variable of the gateway"
+    for failed in failures:
+        assert failed.kind is FailureKind.internal
+        expected = f"{lone.url}, reward_model: {NO_TOKEN}; no token was sent. {advice}"
+        assert failed.message == expected
 
 
 def test_upstream_puts_rows_that_were_refused_before_among_the_others() -> None:

@@ -118,6 +118,16 @@ class ServerClient(Generic[C]):
         if self._local_connections is not None:
             await self._local_connections.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings; a copy, or a client in another process, connects by itself."""
+        state = {**self.__dict__, "_background": None, "_local_connections": None}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = Lock()
+
     def _submit(
         self,
         work: Callable[..., Coroutine[Any, Any, T]],
@@ -297,16 +307,24 @@ async def run_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def check_token(token: str | None) -> None:
-    """Raise ConfigError if an HTTP header cannot carry ``token``.
+def check_token(token: str | None, urls: Sequence[str]) -> None:
+    """Raise ConfigError if the HTTP header of requests to ``urls`` cannot carry ``token``.
 
-    The message does not show the token.
+    The message shows neither the token nor a password.
     """
-    if token is not None and not is_token(token):
+    if token is None:
+        return
+    if not is_token(token):
         raise ConfigError(
             "token: it has characters that an HTTP header cannot carry; use one word of ASCII "
             "letters, digits and punctuation"
         )
+    for url in urls:
+        if "@" in urlsplit(url).netloc:
+            raise ConfigError(
+                f"url: got {hide_password(url)} with a user or password, and a token, which one "
+                "header cannot both carry; remove one of them"
+            )
 
 
 def _is_server_url(url: str) -> bool:

@@ -21,11 +21,12 @@ from nemo_aligner.serving.client.calls import (
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
-    encode_request,
+    TooManyRowsError,
+    encode_rows,
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
+from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.reward import RowCollector
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
@@ -110,13 +111,13 @@ class RewardCriticClient(ServerClient[_Connections]):
             token: bearer token that is sent to all servers; None if they require none.
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, a URL is invalid, or a header
-                cannot carry the token.
+            ConfigError: ``expect`` is neither a contract nor a hash, a URL is invalid or has a
+                password next to the token, or a header cannot carry the token.
         """
-        check_token(token)
         (critic,) = complete_urls([url])
         rewards = [reward_url] if isinstance(reward_url, str) else list(reward_url or ())
         reward_urls = complete_urls(rewards) if rewards else []
+        check_token(token, [critic, *reward_urls])
         ContractCheck(expect)  # a wrong value raises here, and not later in the thread
         connect = partial(
             _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections, token
@@ -222,7 +223,7 @@ async def _request_values(pool: ServerPool, part: PartialRequest) -> list[Critic
     restarted, and accepts fewer rows now, the request is split into parts of that size.
     """
     try:
-        encode = partial(encode_request, part)
+        encode = partial(encode_rows, part)
         return [await pool.send_request(encode, len(part.rows), _read_values)]
     except TooManyRowsError as error:
         return await _request_all_values(pool, part.split(error.limit))

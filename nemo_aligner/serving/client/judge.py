@@ -21,7 +21,15 @@ from typing import Any
 import aiohttp
 
 from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
-from nemo_aligner.contract.messages import REASONING, Message, Messages, flatten_message
+from nemo_aligner.contract.messages import (
+    REASONING,
+    Conversation,
+    Message,
+    Messages,
+    flatten_message,
+    messages_of,
+    principle_of,
+)
 from nemo_aligner.serving.client.causes import PROBE_S, cause_of, redirect_of
 from nemo_aligner.serving.failures import retry_after
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -117,23 +125,26 @@ class JudgeClient:
 
     async def judge(
         self,
-        conversation: Messages,
+        conversation: Messages | Conversation,
         responses: Sequence[Message],
-        principle: str | None = None,
     ) -> Verdict:
         """Return the verdict on one or two responses to a conversation, after retries if needed.
 
-        ``principle`` is what the responses are judged by, instead of the setting
-        ``judge.principle``.
+        The responses are judged by the principle of the conversation, if it has one, instead of the
+        setting ``judge.principle``.
 
         Raises:
             JudgeError: no attempt gave a verdict; the error is that of the last one.
         """
-        body = {
-            "model": self._config.model,
-            "messages": self._write_messages(conversation, responses, principle),
+        # Reasoning models of OpenAI reject max_tokens, and any temperature.
+        limits = {
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
+        }
+        body = {
+            "model": self._config.model,
+            "messages": self._write_messages(conversation, responses),
+            **{name: value for name, value in limits.items() if value is not None},
             **self._config.fields,
         }
         for attempt in range(self._config.retries + 1):
@@ -241,8 +252,9 @@ class JudgeClient:
             raise JudgeError(cause, "judge_refusals")
         if reason == "length":
             # Scores in it may be a draft: a part of its reasoning, or of an unfinished sentence.
-            cause = f"its answer is cut off (judge.max_tokens={self._config.max_tokens})"
-            raise JudgeError(cause, "judge_malformed")
+            limit = self._config.max_tokens
+            cause = "judge.fields, or its server" if limit is None else f"judge.max_tokens={limit}"
+            raise JudgeError(f"its answer is cut off ({cause})", "judge_malformed")
         if not isinstance(text, str):
             raise JudgeError(f"its answer has no text ({reason})", "judge_malformed")
         # Servers without a reasoning parser leave the reasoning in the text.
@@ -255,11 +267,16 @@ class JudgeClient:
                 self.counts[f"judge_{name}"] += count
 
     def _write_messages(
-        self, conversation: Messages, responses: Sequence[Message], principle: str | None
+        self, conversation: Messages | Conversation, responses: Sequence[Message]
     ) -> list[dict[str, str]]:
-        turns = [{"role": turn["role"], "content": flatten_message(turn)} for turn in conversation]
+        turns = [
+            {"role": turn["role"], "content": flatten_message(turn)}
+            for turn in messages_of(conversation)
+        ]
+        if isinstance(conversation, Conversation):
+            turns = _add_context(turns, conversation)
         texts = [_visible_text(response) for response in responses]
-        principle = self._config.principle if principle is None else principle
+        principle = principle_of(conversation) or self._config.principle
         if self._config.prompt is JudgePrompt.plain:
             return [{"role": "user", "content": _write_instructions(turns, texts, principle)}]
         principles = [] if principle is None else [{"role": "principle", "content": principle}]
@@ -290,6 +307,28 @@ def _read_error(content: bytes) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         return text
     return message if isinstance(message, str) else text
+
+
+def _add_context(turns: list[dict[str, str]], conversation: Conversation) -> list[dict[str, str]]:
+    """Describe tools and documents in the system's turn, because a judge's server takes neither."""
+    context = {"Tools": conversation.tools, "Documents": conversation.documents}
+    sections = [
+        "\n".join(
+            [f"{name} that the assistant has, each as JSON:"]
+            + [json.dumps(item, ensure_ascii=False) for item in items]
+        )
+        for name, items in context.items()
+        if items
+    ]
+    if not sections:
+        return turns
+    # Many chat templates accept only one turn of the system, at the beginning.
+    has_system = bool(turns) and turns[0]["role"] == "system"
+    start = [turns[0]["content"]] if has_system else []
+    return [
+        {"role": "system", "content": "\n\n".join([*start, *sections])},
+        *turns[has_system:],
+    ]
 
 
 def _visible_text(response: Message) -> str:

@@ -6,11 +6,14 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import Text, as_json
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
@@ -21,6 +24,21 @@ Encode = Callable[[Sequence[Any]], Tensors]
 # Errors while encoding a row: a value that JSON cannot represent, half of a surrogate pair (invalid
 # Unicode), or lists that are nested too deeply.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
+# A request of up to this many characters is encoded in the event loop. A larger one would keep it
+# from answering other requests, so it is encoded in a thread.
+_SHORT = 2**16
+# Limits of the characters of a request with several rows, and of all requests that a client has in
+# flight. Rows of a call share their prompt in memory, but each is sent with a copy of it.
+_MOST_OF_REQUEST, _MOST_IN_FLIGHT = 2**20, 2**24
+_OF_NUMBER = 8  # estimated characters of a number, or of the punctuation of another value
+
+
+class TooManyRowsError(Exception):
+    """A request must have fewer rows; ``limit`` is the most that a server or a request takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"at most {limit} rows")
+        self.limit = limit
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,31 @@ class PartialRequest:
     def inputs(self) -> Tensors:
         """Encode this request's samples as tensors."""
         return self.encode([self.items[row] for row in self.rows])
+
+    async def measure(self) -> int:
+        """Estimate the characters of the encoded request.
+
+        Raises:
+            TooManyRowsError: several rows have more characters than one request may have.
+        """
+        count, num_characters = self._count_first_rows(_SHORT)
+        if count < len(self.rows) or num_characters > _SHORT:
+            count, num_characters = await asyncio.to_thread(
+                self._count_first_rows, _MOST_OF_REQUEST
+            )
+        if count < len(self.rows):
+            raise TooManyRowsError(count)
+        return num_characters
+
+    def _count_first_rows(self, limit: int) -> tuple[int, int]:
+        """Count the first rows (at least one) of up to ``limit`` characters, and the characters."""
+        total = 0
+        for count, row in enumerate(self.rows):
+            num_characters = _count_characters(self.items[row], limit)
+            if count and total + num_characters > limit:
+                return count, total
+            total += num_characters
+        return len(self.rows), total
 
     def select(self, rows: list[int]) -> PartialRequest:
         """Return a smaller request; ``rows`` are some of this request's indices in ``items``."""
@@ -91,11 +134,39 @@ def _has_length(ids: object) -> bool:
     return True
 
 
+def _count_characters(sample: Any, limit: int) -> int:
+    """Estimate the characters of a sample as JSON; counting ends soon after ``limit``."""
+    total, waiting = 0, [as_json(sample)]
+    while waiting and total <= limit:
+        value = waiting.pop()
+        total += _OF_NUMBER
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            waiting += chain.from_iterable(value.items())
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif _has_length(value):  # an array of token ids
+            total += _OF_NUMBER * len(value)
+    return total
+
+
 def _split_rows(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def encode_request(part: PartialRequest) -> Tensors:
+async def encode_request(part: PartialRequest, num_characters: int) -> Tensors:
+    """Encode the tensors of a request of this size, in a thread if it is large.
+
+    Raises:
+        RefusedError: a row cannot be encoded; the message has its index in the request.
+    """
+    if num_characters <= _SHORT:
+        return encode_rows(part)
+    return await asyncio.to_thread(encode_rows, part)
+
+
+def encode_rows(part: PartialRequest) -> Tensors:
     """Encode the tensors of a request.
 
     Raises:
@@ -113,3 +184,32 @@ def encode_request(part: PartialRequest) -> Tensors:
                 text = f"row {place}: it cannot be sent: {error}"
                 raise RefusedError("client", 400, text) from error
         raise
+
+
+class CharacterBudget:
+    """Limits the characters of the requests that are encoded at once; used in one event loop.
+
+    Short requests always pass. The others wait in turn; one that is larger than the whole budget
+    takes all of it.
+    """
+
+    def __init__(self) -> None:
+        self._num_blocks = _MOST_IN_FLIGHT // _SHORT
+        self._blocks = asyncio.Semaphore(self._num_blocks)
+        # Only one request at a time collects blocks, so that two never wait for each other's.
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def spend(self, num_characters: int) -> AsyncIterator[None]:
+        """Wait until a request of this size may be encoded; it counts until the context ends."""
+        needed, taken = min(num_characters // _SHORT, self._num_blocks), 0
+        try:
+            if needed:
+                async with self._turn:
+                    while taken < needed:
+                        await self._blocks.acquire()
+                        taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._blocks.release()

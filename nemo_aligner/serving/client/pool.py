@@ -29,8 +29,14 @@ from nemo_aligner.serving.client.contract_check import (
     OtherContractError,
     OtherModelError,
 )
+from nemo_aligner.serving.client.partial_requests import (
+    CharacterBudget,
+    PartialRequest,
+    TooManyRowsError,
+    encode_request,
+)
 from nemo_aligner.serving.client.server import RemoteServer, new_session
-from nemo_aligner.serving.failures import FailureKind, UnavailableError
+from nemo_aligner.serving.failures import FailureKind, RefusedError, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError
@@ -74,14 +80,6 @@ class RequestTimeoutError(UnansweredError):
 
 class NoKServeError(ServingError):
     """A server answers at every URL, but none of them speaks KServe v2."""
-
-
-class TooManyRowsError(Exception):
-    """No available server accepts so many rows; ``limit`` is the most that any of them accepts."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"at most {limit} rows")
-        self.limit = limit
 
 
 @dataclass
@@ -149,6 +147,7 @@ class ServerPool:
         # Concurrency is limited here and not by aiohttp's connector, so that a waiting request
         # chooses the least busy server at the moment when it is sent.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
+        self._budget = CharacterBudget()
         self._ever_ready = False
         self._has_logged_trouble = False
         self._has_compared_servers = False
@@ -170,16 +169,12 @@ class ServerPool:
         return min(limits), len(limits)
 
     async def infer(
-        self,
-        encode: Callable[[], Tensors],
-        rows: int,
-        marks: Collection[str] = (),
-        prefix: bytes | None = None,
+        self, part: PartialRequest, marks: Collection[str] = (), prefix: bytes | None = None
     ) -> ScoredRows:
-        """Score one request with ``rows`` rows, whose tensors ``encode`` returns.
+        """Score the rows of one request.
 
-        ``encode`` is called when the request is sent: a call of many requests must not encode all
-        of them while they wait for a connection. ``marks`` are parameters of the request
+        It is encoded when it is sent: a call of many requests must not encode all of them while
+        they wait for a connection. ``marks`` are parameters of the request
         (``kserve_body.encode_body``). Requests with the same ``prefix``, which stands for the
         beginning of their samples, go to the same server if it is not busy.
 
@@ -188,8 +183,10 @@ class ServerPool:
                 reason.
             UnansweredError: no server answers, or none in time.
             ServingError: all servers that answer have another scoring contract.
-            TooManyRowsError: no available server accepts this many rows.
+            TooManyRowsError: no available server accepts this many rows, or they are too large for
+                one request.
         """
+        rows = len(part.rows)
 
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decode_scored(outputs, rows, server)
@@ -200,7 +197,11 @@ class ServerPool:
                 )
             return scored
 
-        return await self.send_request(encode, rows, read, marks=marks, prefix=prefix)
+        async with self._gate:
+            num_characters = await part.measure()
+            async with self._budget.spend(num_characters):
+                inputs = await encode_request(part, num_characters)
+                return await self._send(inputs, rows, read, marks=marks, prefix=prefix)
 
     async def send_request(
         self,
@@ -209,24 +210,32 @@ class ServerPool:
         read: Callable[[Tensors, str], T],
         *,
         may_repeat: bool = True,
+    ) -> T:
+        """Send the tensors that ``encode`` returns, and return ``read(outputs, server name)``.
+
+        ``encode`` is called when the request is sent. With ``may_repeat=False``, a request without
+        an answer is not sent again.
+
+        Raises:
+            RefusedError, ServingError: for the reasons that ``infer`` lists.
+            TooManyRowsError: no available server accepts this many rows.
+        """
+        async with self._gate:
+            return await self._send(encode(), rows, read, may_repeat)
+
+    async def _send(
+        self,
+        inputs: Tensors,
+        rows: int,
+        read: Callable[[Tensors, str], T],
+        may_repeat: bool = True,
         marks: Collection[str] = (),
         prefix: bytes | None = None,
     ) -> T:
-        """Send a request to a server, and return ``read(outputs, server name)``.
+        async def infer(server: RemoteServer) -> T:
+            return read(await server.infer(inputs, marks, may_repeat), server.name)
 
-        With ``may_repeat=False``, a request without an answer is not sent again. ``infer`` explains
-        ``encode``, ``marks`` and ``prefix``.
-
-        Raises:
-            RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
-        """
-        async with self._gate:
-            inputs = encode()
-
-            async def infer(server: RemoteServer) -> T:
-                return read(await server.infer(inputs, marks, may_repeat), server.name)
-
-            return await self._call_server(infer, rows, may_repeat, prefix)
+        return await self._call_server(infer, rows, may_repeat, prefix)
 
     async def fetch_contract(self) -> ScoringContract:
         """Return the scoring contract that a server publishes; it is the same for all servers.
@@ -480,12 +489,20 @@ class ServerPool:
         that waiting does not fix, e.g. another contract.
         """
         faults = [
-            str(server.fault)
+            server.fault
             for server in self._servers
             if server.fault is not None and server.tried_at >= search.began
         ]
-        if len(faults) == len(self._servers):
-            raise ServingError("; ".join(faults))
+        if len(faults) < len(self._servers):
+            return
+        # The token is the same for all servers, so the first rejection of it stands for all.
+        is_unauthorized = [
+            isinstance(fault, RefusedError) and fault.kind is FailureKind.unauthorized
+            for fault in faults
+        ]
+        if all(is_unauthorized):
+            raise faults[0]
+        raise ServingError("; ".join(map(str, faults)))
 
     def _patience_ends(self, search: _Search, time_s: float) -> float:
         patience = self._retry_s if self._ever_ready else self._wait_s

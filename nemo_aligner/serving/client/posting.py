@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from nemo_aligner.serving.client.calls import check_token
 from nemo_aligner.serving.client.causes import cause_of, redirect_of
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
@@ -27,6 +28,10 @@ class PostingAddress:
     url: str
     bearer_token: str | None = None
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if a request cannot carry the token."""
+        check_token(self.bearer_token, [self.url])
 
     @property
     def name(self) -> str:

@@ -34,13 +34,13 @@ from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
     Split,
-    encode_request,
+    TooManyRowsError,
     split_texts,
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError, UnansweredError
-from nemo_aligner.serving.failures import RefusedError
+from nemo_aligner.serving.client.pool import ServerPool, UnansweredError
+from nemo_aligner.serving.failures import FailureKind, RefusedError
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.serving.tokens import hide_password
 
@@ -104,10 +104,11 @@ class RewardClient(ServerClient[ServerPool]):
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
-                a fingerprint, a URL is invalid, or a header cannot carry the token.
+                a fingerprint, a URL is invalid or has a password next to the token, or a header
+                cannot carry the token.
         """
-        check_token(token)
         urls = complete_urls([url] if isinstance(url, str) else url)
+        check_token(token, urls)
         self._contract_check = ContractCheck(expect, expect_fingerprint)
         connect = partial(
             ServerPool,
@@ -170,16 +171,19 @@ class RewardClient(ServerClient[ServerPool]):
         texts: Sequence[Text],
         *,
         on_error: OnError = "nan",
+        is_probe: bool = False,
         principle: Principles = None,
     ) -> ScoredRows:
         """Score N samples: rewards with NaN for rejected samples, and the reasons.
 
+        With ``is_probe``, the servers neither count the samples nor use them for statistics. A
+        gateway's judge and functions do not score them.
+
         Raises:
             ServingError: for the reasons that ``score`` lists.
         """
-        return self._wait(
-            self._submit_rows(self._collect, *_prepare_split(texts, principle), on_error)
-        )
+        split = _prepare_split(texts, principle)
+        return self._wait(self._submit_rows(self._collect, *split, on_error, is_probe))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -236,8 +240,7 @@ class RewardClient(ServerClient[ServerPool]):
     ) -> ScoredRows:
         """Score N samples, as a coroutine: rewards, and the reasons for rejected samples.
 
-        With ``on_error="raise"``, a rejected sample raises. With ``is_probe``, the servers neither
-        count the samples nor use them for statistics.
+        The arguments are those of ``score_rows``.
         """
         return await self._run_rows(
             self._collect, *_prepare_split(texts, principle), on_error, is_probe
@@ -340,13 +343,14 @@ class RowCollector:
     ) -> None:
         self._pool = pool
         self._progress = Progress() if progress is None else progress
-        self._sets_aside = on_error == "nan"
+        self._sets_aside, self._is_probe = on_error == "nan", is_probe
         marks = {kserve_body.PROBE: is_probe, kserve_body.ROW_ERRORS: self._sets_aside}
         self._marks = [mark for mark, is_set in marks.items() if is_set]
         self._outputs: dict[str, dict[int, np.ndarray]] = {
             name: {} for name in ("rewards", *_OPTIONAL)
         }
         self._errors: dict[int, str] = {}
+        self._unscored: set[int] = set()
         # Why requests of a single row were rejected, by row, if the server did not name the row.
         self._unnamed: dict[int, RefusedError] = {}
         self._exceeded: set[int] = set()
@@ -370,6 +374,8 @@ class RowCollector:
             limit, servers = await self._pool.limit()
             # A call is spread over all servers, even if a single one could take all of it.
             size = min(limit, _MOST_ROWS, -(-total // servers))
+            if self._is_probe:  # servers count requests of more rows
+                size = 1
             parts = split(size)
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
@@ -392,6 +398,7 @@ class RowCollector:
             self._contract_hash,
             # Rows that were scored by several models have no common fingerprint.
             self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
+            unscored=frozenset(self._unscored),
             **optional,
         )
 
@@ -443,11 +450,9 @@ class RowCollector:
         """
         while part.rows:
             try:
-                scored = await self._pool.infer(
-                    partial(encode_request, part), len(part.rows), self._marks, prefix
-                )
-            # When the call was split, every known server accepted requests of this size. Those
-            # servers are gone now, and the ones that answer accept fewer rows, so split again.
+                scored = await self._pool.infer(part, self._marks, prefix)
+            # The rows are too large for one request. Or the servers that accepted this many rows
+            # when the call was split are gone, and the ones that answer accept fewer.
             except TooManyRowsError as error:
                 await run_all(self._score(piece) for piece in part.split(error.limit))
                 return
@@ -464,6 +469,7 @@ class RowCollector:
     def _store(self, part: PartialRequest, scored: ScoredRows) -> None:
         self._progress.answered += len(part.rows)
         self._errors |= {part.rows[place]: reason for place, reason in scored.errors.items()}
+        self._unscored.update(part.rows[place] for place in scored.unscored)
         places = [place for place in range(len(part.rows)) if place not in scored.errors]
         if not places:
             return
@@ -483,17 +489,24 @@ class RowCollector:
         row = part.rows[place]
         # If the reward of a row is not finite, the server also names the row. But then the model is
         # at fault, so the row is not skipped, and the call fails.
-        if not self._sets_aside or refusal.kind.reaction != "skip":
+        if not self._may_skip(refusal):
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         self._progress.answered += 1
         return part.select([other for other in part.rows if other != row])
 
+    def _may_skip(self, refusal: RefusedError) -> bool:
+        """Return whether rejected rows are to have no reward, instead of failing the call."""
+        # A gateway sets aside rows that its judge cannot score, unless combine.fail_requests is
+        # true: then the request has to fail.
+        is_skipped = refusal.kind.reaction == "skip" and refusal.kind is not FailureKind.unscored
+        return self._sets_aside and is_skipped
+
     async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
         """Find rows that a server rejects without naming them, by sending the request in halves."""
         # A request that has too many bytes is split even if rejected rows must raise.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
-        if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
+        if not is_too_large and not self._may_skip(refusal):
             raise refusal
         if len(part.rows) == 1:
             row = part.rows[0]

@@ -60,6 +60,10 @@ class ServedScorer:
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 
+    def find_rejected(self, samples: Sequence[Text]) -> dict[int, str]:
+        """Return why samples are rejected, by their number; the servers do not count them."""
+        return self._client.score_rows(samples, is_probe=True).rejected
+
     def close(self) -> None:
         """Close the connections."""
         self._client.close()

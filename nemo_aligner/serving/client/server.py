@@ -275,6 +275,7 @@ class RemoteServer:
                 # Triton answers 400 while it loads the model, as in a handshake.
                 reason = f"{self._model_name} is not ready: {error.message}"
                 raise UnavailableError(reason) from error
+            # Readiness is open to everyone, but the contract needs the token, which may be wrong.
             await self._check_contract(PROBE_S)
 
         try:
@@ -283,15 +284,18 @@ class RemoteServer:
             raise UnavailableError(cause_of(error, PROBE_S), is_hang=True) from error
 
     async def statistics(self) -> dict[str, float] | None:
-        """Fetch counts since the server's start; empty if it has none, None without an answer."""
+        """Fetch counts since the server's start; empty if it has none.
+
+        None if it does not answer, or rejects the token.
+        """
         try:
             with self._tracking_request():
                 outputs = await self._fetch_publication(PROBE_S)
             return kserve.decode_statistics(outputs)
         except UnavailableError:
             return None
-        except ServingError:  # a server of another project, or of an earlier version
-            return {}
+        except ServingError as error:  # a server of another project, or of an earlier version
+            return None if _needs_correction(error) else {}
 
     @contextmanager
     def _tracking_request(self) -> Iterator[None]:
@@ -337,7 +341,9 @@ class RemoteServer:
             await self._send("GET", f"{model}/ready", HANDSHAKE_S)
             answer, _ = await self._send("GET", f"{model}/config", HANDSHAKE_S)
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
-            await self._check_contract(HANDSHAKE_S)
+            # Nothing is fetched from a single server before its first reward, which has the hash.
+            if self._reads_contract or self._contract_check.is_bound:
+                await self._check_contract(HANDSHAKE_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
         except RefusedError as error:
             self._handle_refused_handshake(error)
@@ -380,14 +386,13 @@ class RemoteServer:
     async def _check_contract(self, timeout_s: float) -> None:
         """Raise OtherContractError if the server publishes another contract than expected.
 
-        Nothing is fetched from a single server before its first reward, which carries the hash.
+        RefusedError if the server rejects the token.
         """
-        if not self._reads_contract and not self._contract_check.is_bound:
-            return
         try:
             contract, fingerprint = await self._fetch_published_contract(timeout_s)
         except ServingError as error:
-            if self._reads_contract or isinstance(error, UnavailableError):
+            is_final = isinstance(error, UnavailableError) or _needs_correction(error)
+            if self._reads_contract or is_final:
                 raise
             # This version cannot parse the contract of a newer one, but each reward carries its
             # hash.
@@ -482,7 +487,7 @@ class RemoteServer:
         raise self._build_error(response.status, answer, response.headers)
 
     def _build_error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
-        message, kind = _read_error(answer), FailureKind.of_status(status)
+        message, kind = _read_string(answer, "error"), FailureKind.of_status(status)
         text = short(" ".join(answer.decode("utf-8", errors="replace").split()))
         text = text if message is None else message
         if kind.reaction == "retry":
@@ -497,7 +502,9 @@ class RemoteServer:
         if message is not None and _UNPARSED.match(message):
             # This client sends valid JSON, so a proxy must have changed the body.
             text = f"Triton could not parse the request as it arrived, after any proxy: {text}"
-        return RefusedError(self.name, status, text or f"HTTP {status}")
+        if _read_string(answer, kserve_body.KIND) == FailureKind.unscored.name:
+            kind = FailureKind.unscored
+        return RefusedError(self.name, status, text or f"HTTP {status}", kind=kind)
 
 
 def _needs_correction(error: ServingError) -> bool:
@@ -507,13 +514,13 @@ def _needs_correction(error: ServingError) -> bool:
     return error.kind is FailureKind.unauthorized or 300 <= error.status < 400
 
 
-def _read_error(answer: bytes) -> str | None:
-    """Return the error message of a KServe server; None if the answer has another form."""
+def _read_string(answer: bytes, key: str) -> str | None:
+    """Return a string of a KServe server's error; None if the answer has another form."""
     try:
-        message = json.loads(answer.decode("utf-8", errors="replace"))["error"]
+        value = json.loads(answer.decode("utf-8", errors="replace"))[key]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return message if isinstance(message, str) else None  # vLLM's error is a dict, not a string
+    return value if isinstance(value, str) else None  # vLLM's error is a dict, not a string
 
 
 def _create_socket(address: Any) -> socket.socket:

@@ -158,7 +158,8 @@ class TokenScorer(ABC):
         last = np.array(bounds[1:], dtype=np.int64) - 1
         steps = np.full(len(rows), None, dtype=np.object_)
         for row, (start, end) in enumerate(pairwise(bounds)):
-            steps[row] = StepRewards(rewards[start:end], encoded[row].spans)
+            spread = None if spreads is None else spreads[start:end]
+            steps[row] = StepRewards(rewards[start:end], encoded[row].spans, spread)
         return RowValues(
             aggregate_texts(rewards, bounds, contract.aggregation),
             None if spreads is None else spreads[last],

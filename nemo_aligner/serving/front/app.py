@@ -172,7 +172,7 @@ class Front:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         offered, path = self._kserve_at(scope.get(MODEL_IN_SCOPE)), scope["path"]
         begun = time.monotonic()
-        with self._bodies.reserve() as reader:
+        with self._bodies.reserve(path) as reader:
             try:
                 body = b""
                 if scope["method"] == "POST":
@@ -388,7 +388,7 @@ async def _answer_health() -> Response:
 
 def _add_plain_route(app: FastAPI, route: PlainRoute, bodies: RequestBodies) -> None:
     async def answer(request: Request) -> Response:
-        with bodies.reserve() as reader:
+        with bodies.reserve(route.path) as reader:
             body = await reader.read(request.receive, request.headers)
             if route.is_slow:
                 return await asyncio.to_thread(lambda: respond(route.answer(body)))

@@ -9,6 +9,7 @@ from starlette.types import Receive
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.front.limits import limit_of_path
 from nemo_aligner.serving.protocols.base import is_packed, too_large, unpack_body
 
 # The first 64 KiB of each body are not counted, so that short requests are still read while large
@@ -22,23 +23,26 @@ class RequestBodies:
     """Counts the bytes of all request bodies in memory; must be used in a single event loop."""
 
     def __init__(self, config: FrontConfig) -> None:
-        self.max_body_bytes = config.max_request_bytes
+        self.max_request_bytes = config.max_request_bytes
         self.max_total_bytes = config.max_buffered_bytes
         self.section = config.section
         self.num_bytes = 0
 
-    def reserve(self) -> BodyReader:
-        """Return a context for reading one body; at its end, the body's bytes no longer count."""
-        return BodyReader(self)
+    def reserve(self, path: str) -> BodyReader:
+        """Return a context for reading the body of a request for ``path``.
+
+        At its end, the body's bytes no longer count.
+        """
+        return BodyReader(self, limit_of_path(self.max_request_bytes, path))
 
 
 class BodyReader:
     """Reads one body; its bytes count toward the limit of all bodies until it is answered."""
 
-    __slots__ = ("_bodies", "_counted")
+    __slots__ = ("_bodies", "_counted", "_max_bytes")
 
-    def __init__(self, bodies: RequestBodies) -> None:
-        self._bodies = bodies
+    def __init__(self, bodies: RequestBodies, max_bytes: int) -> None:
+        self._bodies, self._max_bytes = bodies, max_bytes
         self._counted = 0
 
     def __enter__(self) -> BodyReader:
@@ -55,7 +59,7 @@ class BodyReader:
                 leaves before the body is complete.
             ServingError: the body's encoding is not supported, or its data is damaged.
         """
-        max_bytes = self._bodies.max_body_bytes
+        max_bytes = self._max_bytes
         # A body with a too large Content-Length is not read. A chunked body has no such header.
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:

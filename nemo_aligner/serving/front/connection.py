@@ -399,8 +399,8 @@ class Connection(HttpToolsProtocol):
         coding = headers.get(b"transfer-encoding")
         if length is not None:
             self.content_length = int(length)
-            if self.content_length > self.limits.max_request_bytes:
-                raise self.limits.body_too_large(str(self.content_length))
+            if self.content_length > (limit := self.limits.max_body_bytes(self.url)):
+                raise self.limits.body_too_large(str(self.content_length), limit)
             self.phase = BODY
             self.body_bytes = 0
         elif coding is not None:
@@ -438,8 +438,8 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.body_bytes += len(body)
-        if self.body_bytes > self.limits.max_request_bytes:
-            raise self.limits.body_too_large(f"at least {self.body_bytes}")
+        if self.body_bytes > (limit := self.limits.max_body_bytes(self.url)):
+            raise self.limits.body_too_large(f"at least {self.body_bytes}", limit)
         cycle = self.cycle
         if not cycle.body:
             # Stored without a copy: often it is the only piece, or is read before more arrive.

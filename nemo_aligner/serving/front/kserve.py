@@ -37,9 +37,10 @@ import nemo_aligner
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.serving.protocols.kserve import ERRORS
+from nemo_aligner.serving.protocols.kserve import ERRORS, UNSCORED
 from nemo_aligner.serving.protocols.kserve_body import (
     HEADER_LENGTH,
+    KIND,
     PROBE,
     ROW_ERRORS,
     Tensors,
@@ -237,7 +238,10 @@ def _route_of(endpoint: Endpoint) -> str:
 
 def refuse(failure: RequestError) -> KServeAnswer:
     """Build the error answer to a failed request."""
-    answer = _error_answer(failure.kind.status, failure.message)
+    content = {"error": failure.message}
+    if failure.kind is FailureKind.unscored:  # its status is also that of a rejected row
+        content[KIND] = failure.kind.name
+    answer = KServeAnswer.of_json(content, failure.kind.status)
     # Only a busy server sends Retry-After, which makes clients wait. They must not wait if the
     # gateway's backends are gone.
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
@@ -405,7 +409,7 @@ def _requested_outputs(
     """Map the name of each requested output to whether it is to be binary.
 
     None if the request lists no outputs, which requests all of them. ``has_errors`` is whether the
-    answer may have the output ``ERRORS``.
+    answer may have the outputs ``ERRORS`` and ``UNSCORED``.
 
     Raises:
         ServingError: an output is unknown, or the list is malformed.
@@ -413,7 +417,7 @@ def _requested_outputs(
     listed = request.get("outputs")
     if not listed:
         return None
-    names = [*(spec.name for spec in endpoint.outputs), *[ERRORS] * has_errors]
+    names = [*(spec.name for spec in endpoint.outputs), *[ERRORS, UNSCORED] * has_errors]
     is_binary = _is_binary_by_default(request)
     try:
         requested = {

@@ -21,6 +21,11 @@ LINGER_BYTES = 32 * 2**20
 # Without it, clients that connected at the same time would also connect again at the same time.
 _LIFETIME_JITTER = 0.2
 
+# NeMo Gym's bodies may have this many times ``max_request_bytes``: each turn of a response repeats
+# the token ids of the whole dialogue before it, and the metrics of a run are of all its rollouts.
+_TIMES_OF_GYM = 16
+_PATHS_OF_GYM = ("/verify", "/compare", "/aggregate_metrics")
+
 # Causes of connections that end without an answer, as labels in the metrics.
 CLIENT_LEFT, ANSWER_NOT_READ = "client_left", "answer_not_read"
 FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_handshake"
@@ -81,6 +86,11 @@ class ConnectionLimits:
         factor = random.uniform(1 - _LIFETIME_JITTER, 1 + _LIFETIME_JITTER)
         return factor * self.max_connection_secs
 
+    def max_body_bytes(self, target: bytes) -> int:
+        """Return the largest body of a request with the URL or path ``target``, in bytes."""
+        path = target.partition(b"?")[0].decode("latin-1")
+        return limit_of_path(self.max_request_bytes, path)
+
     def headers_too_large(self) -> Refusal:
         return Refusal(
             431,
@@ -89,10 +99,10 @@ class ConnectionLimits:
             f"{self.section}.max_header_bytes.",
         )
 
-    def body_too_large(self, size: str) -> Refusal:
+    def body_too_large(self, size: str, limit: int) -> Refusal:
         return Refusal(
             413,
-            f"The request body has {size} bytes and the limit is {self.max_request_bytes}. "
+            f"The request body has {size} bytes and the limit is {limit}. "
             f"Send fewer rows per request, or raise {self.section}.max_request_bytes.",
         )
 
@@ -116,6 +126,11 @@ class ConnectionLimits:
             f"The server already has {self.max_open_connections} open connections, its limit. "
             f"Retry in a second, or raise {self.section}.max_open_connections.",
         )
+
+
+def limit_of_path(max_request_bytes: int, path: str) -> int:
+    """Return the largest body in bytes of a request for ``path``, which may have prefixes."""
+    return max_request_bytes * (_TIMES_OF_GYM if path.endswith(_PATHS_OF_GYM) else 1)
 
 
 class Refusal(Exception):

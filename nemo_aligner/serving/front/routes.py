@@ -46,7 +46,7 @@ class RouteHandler:
     async def handle(self, request: Request) -> Response:
         """Answer a request in the form of its route, and count it."""
         begun = time.monotonic()
-        with self._bodies.reserve() as reader:
+        with self._bodies.reserve(self._route.path) as reader:
             model, response = await self._answer(request, reader)
         path, seconds = model.name_route(self._route.path), time.monotonic() - begun
         self._metrics.count_request(path, response.status_code, seconds)

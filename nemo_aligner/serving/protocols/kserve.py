@@ -38,6 +38,7 @@ output                 dtype  shape           meaning
 A row that is rejected fails the whole request, unless the request has the parameter ``row_errors:
 true``. The answer then has NaN for each such row, and the output ``errors`` BYTES [B, 1]: why a row
 has no reward, empty for a row with one. A request whose rows all have rewards has no ``errors``.
+``unscored`` INT32 [B, 1] is 1 if a gateway's judge or function failed, so the row is not rejected.
 
 ``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which give for each row the
 message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has
@@ -110,7 +111,7 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("outputs", np.float32, (-1,)),
     TensorSpec("steps", bytes, (1,)),
 )
-ERRORS = "errors"
+ERRORS, UNSCORED = "errors", "unscored"
 # The prefix of all routes of one of several models.
 _MODEL_PATH = re.compile(r"/models/(?P<name>[^/]+)(?=/)")
 OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
@@ -189,6 +190,8 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
             outputs[spec.name] = np.asarray(numbers, dtype=spec.dtype).reshape(rows, -1)
     if scored.errors:
         outputs[ERRORS] = _bytes_column(scored.errors.get(row, "").encode() for row in range(rows))
+    if scored.unscored:
+        outputs[UNSCORED] = np.array([[row in scored.unscored] for row in range(rows)], np.int32)
     return outputs
 
 
@@ -203,13 +206,16 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
             optional[spec.name] = _decode_steps(values)
         elif values is not None and spec.shape == (1,):  # one number per row: sent as [B, 1]
             optional[spec.name] = values.reshape(-1)
-    errors = map(_decode_bytes, outputs.get(ERRORS, np.zeros(0, np.object_)).reshape(-1))
+    reasons = map(_decode_bytes, outputs.get(ERRORS, np.zeros(0, np.object_)).reshape(-1))
+    errors = {row: reason for row, reason in enumerate(reasons) if reason}
+    unscored = np.flatnonzero(outputs.get(UNSCORED, np.zeros(0))).tolist()
     return ScoredRows(
         rewards,
-        {row: reason for row, reason in enumerate(errors) if reason},
+        errors,
         np.asarray(exceeded).reshape(-1).astype(bool),
         _first_text(outputs, "contract_hash"),
         _first_text(outputs, "model_fingerprint"),
+        unscored=frozenset(row for row in unscored if row in errors),
         **optional,
     )
 

@@ -26,6 +26,8 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 # whose rewards nobody uses: NeMo Gym's ``/verify`` sends one to find out whether the prompt or the
 # reply is at fault. With the second, a row that is rejected does not fail the request.
 PROBE, ROW_ERRORS = "probe", "row_errors"
+# Key of a gateway's error: the name of a ``FailureKind`` whose status is also that of another kind.
+KIND = "kind"
 _BYTES = "BYTES"
 _TYPES = {
     "BOOL": np.bool_,

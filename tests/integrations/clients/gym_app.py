@@ -160,6 +160,24 @@ def test_one_attribute_may_be_the_reward() -> None:
     assert answer["mask_sample"]
 
 
+def test_token_ids_go_to_gym_and_not_to_the_gateway() -> None:
+    """Each item repeats the token ids of its whole prompt, which soon exceeds any limit."""
+    gateway, rollout = FakeGateway(), body()
+    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [0]}
+    prompt, (reply,) = rollout["responses_create_params"]["input"], rollout["response"]["output"]
+    turns = [{"type": "message", "role": "assistant", "content": "Hm.", **tokens}]
+    asked = {**rollout["responses_create_params"], "input": [*prompt, *turns]}
+    response = {**rollout["response"], "output": [{**reply, **tokens}]}
+    answer = verified(gateway, {"responses_create_params": asked, "response": response})
+    assert "token_ids" not in str(gateway.asked)
+    assert "log_probs" not in str(gateway.asked)
+    assert "Hm." in str(gateway.asked)
+    assert answer["response"]["output"][0]["prompt_token_ids"] == [1, 2]
+    assert answer["responses_create_params"]["input"][-1]["generation_token_ids"] == [3]
+    text = {"responses_create_params": {"input": "What is red?"}, "response": response}
+    assert verified(gateway, text)["reward"] == 2.5
+
+
 def test_policy_that_was_cut_off_is_known_to_the_gateway() -> None:
     gateway = FakeGateway()
     details = {"incomplete_details": {"reason": "max_output_tokens"}, "status": "incomplete"}
@@ -321,6 +339,28 @@ def test_another_gateway_is_asked_where_one_is_gone() -> None:
             return [answer["reward"] for answer in await answers(4, body(), settings)]
 
     assert asyncio.run(ask()) == [6.0] * 4
+
+
+def test_rewards_of_a_run_have_one_contract(caplog: pytest.LogCaptureFixture) -> None:
+    """Rewards of two models would be mixed in a group while servers are updated."""
+    weights, other = {"model_fingerprint": "new"}, {"contract_hash": "g"}
+    bodies = [SCORED, failed("judge_failed", "no"), {**SCORED, **weights}, {**SCORED, **other}]
+
+    async def ask() -> list[dict[str, Any]]:
+        async with standing(FakeGateway(*((200, body) for body in bodies))) as url:
+            server = served(config(server_url=url, retry_s=0))
+            request = RewardModelVerifyRequest.model_validate(body())
+            found = [(await server.verify(request)).model_dump() for _ in bodies]
+            await server.close()
+            return found
+
+    found = asyncio.run(ask())
+    kinds = [answer["failure_kind"] for answer in found]
+    assert kinds == [None, "judge_failed", None, "provider_unavailable"]
+    assert "got the scoring contract g, wanted h, that of the first" in found[3]["failure_reason"]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "rewards now come from other weights (new) with the same scoring contract"
+    ]
 
 
 def test_every_route_of_a_resources_server_answers() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("aiohttp")
 from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
+from nemo_aligner.contract.messages import Conversation, Messages
 from nemo_aligner.serving.client import judge
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict, parse_verdict
+from nemo_aligner.utils.errors import SettingsError
 from tests.serving.fake_judge import FakeJudge
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -29,13 +31,17 @@ def reply(text: str, **more: Any) -> dict[str, Any]:
 
 
 def judged(
-    fake: FakeJudge, *texts: str, token: str | None = None, **settings: Any
+    fake: FakeJudge,
+    *texts: str,
+    token: str | None = None,
+    conversation: Messages | Conversation = PROMPT,
+    **settings: Any,
 ) -> tuple[Verdict | JudgeError, JudgeClient]:
     async def run() -> tuple[Verdict | JudgeError, JudgeClient]:
         async with fake.running():
             client = JudgeClient(JudgeConfig(url=fake.url, model="j", **settings), token)
             try:
-                return await client.judge(PROMPT, [reply(text) for text in texts]), client
+                return await client.judge(conversation, [reply(text) for text in texts]), client
             except JudgeError as error:
                 return error, client
             finally:
@@ -75,6 +81,49 @@ def test_messages_have_the_roles_of_genrm_or_one_instruction() -> None:
         for text in (*texts, "user: Why?", "Be kind.", shown):
             assert text in message["content"]
         assert ("ranking" in message["content"]) == (len(texts) == 2)
+
+
+@pytest.mark.parametrize("style", [JudgePrompt.genrm, JudgePrompt.plain])
+@pytest.mark.parametrize("has_system", [True, False])
+def test_judge_sees_documents_and_tools_of_a_conversation(
+    style: JudgePrompt, has_system: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    documents = [{"title": "Sky", "text": "It is blue."}, {"text": "Été"}]
+    conversation = Conversation(PROMPT[not has_system :], tools, documents, principle="Be true.")
+    fake = FakeJudge()
+    judged(fake, "a 2", conversation=conversation, prompt=style)
+    messages = fake.requests[0]["messages"]
+    context = """Tools that the assistant has, each as JSON:
+{"type": "function", "function": {"name": "look"}}
+
+Documents that the assistant has, each as JSON:
+{"title": "Sky", "text": "It is blue."}
+{"text": "Été"}"""
+    system = f"Be brief.\n\n{context}" if has_system else context
+    if style is JudgePrompt.plain:
+        assert f"system: {system}\n\nuser: Why?" in messages[0]["content"]
+        assert "Apply this principle: Be true." in messages[0]["content"]
+    else:
+        assert messages == [
+            {"role": "system", "content": system},
+            PROMPT[1],
+            {"role": "principle", "content": "Be true."},
+            {"role": "response_1", "content": "a 2"},
+        ]
+
+
+def test_fields_that_are_null_are_not_sent() -> None:
+    """OpenAI's reasoning models reject them, and take max_completion_tokens instead."""
+    settings = {"temperature": None, "max_tokens": None}
+    fake, limit = FakeJudge(), {"max_completion_tokens": 500}
+    outcome, _ = judged(fake, "a 2", fields=limit, **settings)
+    assert outcome == Verdict((2.0,))
+    assert fake.requests[0].keys() == {"model", "messages", "max_completion_tokens"}
+    outcome, _ = judged(FakeJudge(), "cut 2", retries=0, fields=limit, **settings)
+    assert str(outcome) == "its answer is cut off (judge.fields, or its server)"
+    with pytest.raises(SettingsError, match="max_tokens: got 16384, wanted null with max_comp"):
+        JudgeConfig(url="http://a", model="j", fields=limit)
 
 
 def test_judge_sees_tool_calls_of_a_response_and_not_its_reasoning() -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -700,12 +699,10 @@ def test_requests_of_a_server_that_hangs_go_to_another_one(
         servers_of_client = ServerPool(urls, "reward_model", ContractCheck(None), 0, 5, 4)
 
         def send(may_repeat: bool) -> asyncio.Task[str]:
-            encode = partial(kserve.encode_sentences, ["a"])
+            inputs = kserve.encode_sentences(["a"])
             return asyncio.ensure_future(
-                servers_of_client.send_request(
-                    *(encode, 1, lambda outputs, name: name),
-                    may_repeat=may_repeat,
-                    prefix=prefix,
+                servers_of_client._send(
+                    inputs, 1, lambda outputs, name: name, may_repeat, prefix=prefix
                 )
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.serving.client import RefusedError, RewardClient
+from nemo_aligner.serving.client import RefusedError, RewardClient, partial_requests
 from nemo_aligner.serving.client.partial_requests import split_texts, split_tokens
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
@@ -73,6 +73,37 @@ def test_refused_rows_in_an_answer_cost_no_request(lone: Misbehaving) -> None:
             *wide["outputs"], output("errors", "BYTES", [2, 1], ["", "more"])]})  # fmt: skip
         assert "does not have a row" in seconds(client.score_rows, ["a"])[1]
     assert len(lone.asked) == 3
+
+
+def test_rows_that_a_gateways_judge_fails_on_are_not_refused(lone: Misbehaving) -> None:
+    """A trainer gives ``refused_reward`` only to rejected rows."""
+
+    def answer(texts: list[str]) -> Any:
+        marks = [[*"!?"].index(text[0]) + 1 if text[0] in "!?" else 0 for text in texts]
+        columns = {"errors": ("BYTES", [["", "no", "judge: no"][mark] for mark in marks])}
+        columns["unscored"] = ("INT32", [mark // 2 for mark in marks])
+        added = [
+            output(name, kind, [len(texts), 1], rows) for name, (kind, rows) in columns.items()
+        ]
+        return 200, {"outputs": [*lone._rewards(texts)["outputs"], *added]}
+
+    lone.answer, lone.limit = answer, 2
+    with RewardClient(lone.url) as client:
+        scored = client.score_rows(["a", "b", "c", "?", "!", "d"])
+        assert (scored.errors, scored.rejected) == ({3: "judge: no", 4: "no"}, {4: "no"})
+        assert scored.take([3, 4]).unscored == {0}
+        # With combine.fail_requests, the gateway does not set the row aside.
+        lone.answer = lambda texts: (400, {"error": "row 1: judge: no", "kind": "unscored"})
+        with pytest.raises(RefusedError, match="row 1: judge: no"):
+            client.score_rows(["a", "b"])
+
+
+def test_probes_are_sent_one_by_one_because_servers_count_larger_requests(
+    lone: Misbehaving,
+) -> None:
+    with RewardClient(lone.url) as client:
+        assert client.score_rows(["!a", "b", "!c"], is_probe=True).errors == {0: "no a", 2: "no c"}
+    assert sorted(lone.asked) == [["!a"], ["!c"], ["b"]]
 
 
 def test_refused_rows_are_an_error_with_the_callers_number(lone: Misbehaving) -> None:
@@ -193,6 +224,29 @@ def test_split_parts_are_encoded_when_they_are_sent(
         hold.set()
         assert future.result()[:, 0].tolist() == [97, 98, 99, 100, 101, 102]
     assert len(encoded) == 6
+
+
+def test_large_requests_are_split_and_few_are_encoded_at_once(
+    lone: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows share their prompt in memory, but each is sent with a copy of it."""
+    limits = {"_SHORT": 10, "_MOST_OF_REQUEST": 40, "_MOST_IN_FLIGHT": 80}
+    for name, limit in limits.items():
+        monkeypatch.setattr(partial_requests, name, limit)
+    encode, threads = kserve.encode_sentences, set()
+    monkeypatch.setattr(
+        kserve,
+        "encode_sentences",
+        lambda texts: threads.add(threading.current_thread().name) or encode(texts),
+    )
+    lone.answer = lambda texts: time.sleep(0.02)
+    texts = ["a" * 10] * 12 + ["b" * 200]
+    with RewardClient(lone.url) as client:
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+        assert sorted(map(len, lone.asked)) == [1, 2, 2, 2, 2, 2, 2]
+        assert (lone.most_at_once, "reward client" in threads) == (2, False)
+        client.score(["a"])
+        assert "reward client" in threads
 
 
 def test_error_about_a_missing_answer_says_how_many_rows_were_answered(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from nemo_aligner.contract.messages import Conversation
@@ -47,10 +49,13 @@ def test_kserve_reply_has_the_reasons_of_rows_without_a_reward() -> None:
     steps[0] = StepRewards(rewards[:1], ())
     errors, passed = {1: "too löng"}, np.array([1.0, np.nan], np.float32)
     reply = ScoredRows(rewards, errors, np.zeros(2, bool), "cafe", passed=passed, steps=steps)
+    assert kserve.decode_rewards(kserve.encode_rewards(reply)).rejected == errors
+    reply = replace(reply, unscored=frozenset({1}))
     outputs = kserve.encode_rewards(reply)
     assert outputs["passed"].tolist() == [[1], [0]]
     back = kserve.decode_rewards(outputs)
     assert (back.errors, str(back.rewards)) == (errors, str(rewards))
+    assert (back.unscored, back.rejected) == ({1}, {})
     assert back.steps is not None
     assert (back.steps[0].rewards.tolist(), back.steps[1]) == ([[1.5]], None)
 

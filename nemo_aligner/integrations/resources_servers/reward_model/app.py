@@ -22,6 +22,7 @@ from nemo_gym.base_resources_server import (
     ReverifyMode,
     SimpleResourcesServer,
 )
+from nemo_gym.openai_utils import TOKEN_METADATA_FIELDS
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 # In a checkout, Gym puts the folder of all resources_servers on the path; where Gym is installed
@@ -40,6 +41,10 @@ _ATTRIBUTE = "attribute/"
 # Prefixes of the kinds of failures that Gym should try again. A rollout without
 # ``_ng_failure_class`` is final for Gym (``nemo_gym/rollout_collection.py``).
 _RETRIED = ("transport_", "provider_unavailable", "judge_failed")
+# Fields that are not sent to the servers: each item has the token ids of the whole dialogue before
+# it, so they would exceed the limit of a request long before the text does.
+_EACH_ITEM = {"__all__": set(TOKEN_METADATA_FIELDS)}
+_NOT_SENT = {"responses_create_params": {"input": _EACH_ITEM}, "response": {"output": _EACH_ITEM}}
 # Options that need ``model_path``. A server that runs already (``server_url``) has its own settings
 # for the same things.
 _WITH_MODEL_PATH = (
@@ -213,7 +218,9 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             ValueError: ``server_url`` is invalid.
         """
         rollout = body.model_dump(
-            include={"responses_create_params", "response", "principle"}, exclude_none=True
+            include={"responses_create_params", "response", "principle"},
+            exclude=_NOT_SENT,
+            exclude_none=True,
         )
         reply_cut = None
         names: list[str] = []

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 
 import aiohttp
 from yarl import URL
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
@@ -45,7 +48,9 @@ class FailedServerError(Exception):
 class RewardServers:
     """Client of several servers of one model.
 
-    Requests go to the servers in turn; if a server is gone, the next one gets the request.
+    Requests go to the servers in turn; if a server is gone, the next one gets the request. So does
+    a server whose scoring contract is not that of the first reward: rewards of two contracts must
+    not be compared. Other weights with the same contract are logged.
     """
 
     def __init__(
@@ -69,19 +74,25 @@ class RewardServers:
         self._named_urls = itertools.cycle(named_urls)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
+        # The contract hash of the first reward with the name of its server, and all fingerprints.
+        self._contract: tuple[str | None, str] | None = None
+        self._fingerprints: set[str | None] = set()
 
     async def verify(self, rollout: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rollout with its reward, or with ``failure_kind`` and ``failure_reason``.
 
         Raises:
-            NoRewardError: no server answers, or the answer is not one of ``/verify``.
+            NoRewardError: no server answers with the right contract, or the answer is not one of
+                ``/verify``.
             FailedServerError: the model failed.
         """
         end = time.monotonic() + self._retry_s
         while True:
             # Scoring has no side effects, so it is safe to send a rollout again.
             try:
-                answer = await self._post(*next(self._named_urls), rollout)
+                url, name = next(self._named_urls)
+                answer = await self._post(url, name, rollout)
+                self._check_model(name, answer)
                 if answer["failure_kind"] not in _TEMPORARY or time.monotonic() > end:
                     return answer
             except NoRewardError as error:
@@ -93,6 +104,24 @@ class RewardServers:
         """Close the connections to the servers."""
         if self._session is not None:
             await self._session.close()
+
+    def _check_model(self, name: str, answer: Mapping[str, Any]) -> None:
+        """Raise NoRewardError if a reward has another scoring contract than the first one."""
+        if answer["failure_kind"] is not None:
+            return
+        contract, fingerprint = answer.get("contract_hash"), answer.get("model_fingerprint")
+        expected, first_name = self._contract = self._contract or (contract, name)
+        if contract != expected:
+            raise NoRewardError(
+                "provider_unavailable",
+                f"{name}: got the scoring contract {contract}, wanted {expected}, that of the "
+                f"first reward, from {first_name}; serve one model at all of server_url, or start "
+                "the environment again",
+            )
+        if self._fingerprints and fingerprint not in self._fingerprints:
+            text = "%s: rewards now come from other weights (%s) with the same scoring contract"
+            logger.warning(text, name, fingerprint)
+        self._fingerprints.add(fingerprint)
 
     async def _post(self, url: str, name: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:  # made here, because aiohttp needs the running event loop
