@@ -133,6 +133,18 @@ def test_packages_around_megatron_imports_prepare_it() -> None:
     assert not unprepared, unprepared
 
 
+def test_code_in_checkpoints_is_never_run() -> None:
+    """transformers asks on stdin whether to run a checkpoint's code, unless the call forbids it."""
+    unsafe = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
+        if "trust_remote_code=False" not in map(ast.unparse, node.keywords)
+    ]
+    assert not unsafe, unsafe
+
+
 def test_objectives_and_metrics_know_no_ranks() -> None:
     dependent = [
         name_of(path)

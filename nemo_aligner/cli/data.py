@@ -54,7 +54,11 @@ def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool =
     for flag in ("--prompt-key", "--chosen-key", "--rejected-key"):
         setting = flag[2:].replace("-", "_")
         parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
-    parser.set_defaults(contradicting=Contradicting.keep.value)
+    parser.set_defaults(
+        contradicting=Contradicting.keep.value,
+        malformed=DataConfig.malformed.value,
+        max_malformed=DataConfig.max_malformed,
+    )
     if drops_records:
         parser.add_argument(
             "--contradicting", choices=[rule.value for rule in Contradicting],
@@ -77,8 +81,21 @@ def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool =
     )  # fmt: skip
 
 
+def _add_malformed(parser: Parser) -> None:
+    """Add the options for malformed records, after those of ``add_format``."""
+    parser.add_argument(
+        "--malformed", choices=[rule.value for rule in Malformed],
+        default=DataConfig.malformed.value, help="as model.data.malformed (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-malformed", type=float, default=DataConfig.max_malformed, metavar="FRACTION",
+        help="as model.data.max_malformed (default: %(default)s)",
+    )  # fmt: skip
+
+
 def read_format(options: argparse.Namespace, **fields: Any) -> ReaderConfig:
-    """Build a ``ReaderConfig`` from the options of ``add_format`` and from further ``fields``."""
+    """Build a ``ReaderConfig`` from the options for reading a file and from further ``fields``."""
+    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.readers import ReaderConfig
 
@@ -88,6 +105,7 @@ def read_format(options: argparse.Namespace, **fields: Any) -> ReaderConfig:
         attributes=options.attributes,
         loss_mask_val=options.loss_mask_val,
         neutral=options.neutral_label,
+        rule=MalformedRule(Malformed(options.malformed), options.max_malformed, section=""),
         contradicting=Contradicting(options.contradicting),
         **fields,
     )
@@ -203,15 +221,13 @@ def inspect_parser() -> Parser:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print a table and the first records of each file; return 1 if a file is invalid, else 0."""
-    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.hub import local_files
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
-    rules, named_by_flags = _read_rules(options), MalformedRule(section="")
     inspection = Inspection(
-        rules=rules,
+        rules=_read_rules(options),
         show=options.show,
-        reading=read_format(options, prompts=_read_prompts(options), rule=named_by_flags),
+        reading=read_format(options, prompts=_read_prompts(options)),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -316,25 +332,17 @@ def split_parser() -> Parser:
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     parser.add_argument(
-        "--malformed", choices=[rule.value for rule in Malformed],
-        default=DataConfig.malformed.value, help="as model.data.malformed (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-malformed", type=float, default=DataConfig.max_malformed, metavar="FRACTION",
-        help="as model.data.max_malformed (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH",
         help="a .nemo file, a folder with tokenizer.json, a .gguf file, or a model's name on the "
         "hub",
     )  # fmt: skip
     add_format(parser)
+    _add_malformed(parser)
     return parser
 
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the training file and the held-out file, and print a summary."""
-    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.hub import local_file
     from nemo_aligner.data.split import Split, split_file
 
@@ -345,8 +353,7 @@ def run_split(options: argparse.Namespace) -> int:
 
         tokenizer = read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
-    rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
-    reading = read_format(options, kind=kind, rule=rule)
+    reading = read_format(options, kind=kind)
     split = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
     print(split_file(Path(local_file(str(options.input))), options.output, split))
     return 0
@@ -373,6 +380,7 @@ def augment_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     add_format(parser, of_ratings=False)
+    _add_malformed(parser)
     return parser
 
 
@@ -454,6 +462,7 @@ def label_parser() -> Parser:
         help="also rank the replies by the models: the better one becomes chosen",
     )  # fmt: skip
     add_format(parser, of_ratings=False)
+    _add_malformed(parser)
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the contract"
     )

@@ -1,7 +1,8 @@
 """Translation of NeMo-Aligner 0.7 settings: a rule for every key of three of its YAML files.
 
 The files are training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml in NeMo-Aligner's folder
-examples/nlp/gpt/conf. ``load.py`` applies the rules to every settings file and command line, and
+examples/nlp/gpt/conf; keys that only their earlier versions have are translated, too. ``load.py``
+applies the rules to every settings file and command line, and
 ``docs/migration/nemo_aligner_keys.md`` shows them. No key is dropped silently: each key is
 translated, rejected with a reason, or reported in a note as ignored.
 """
@@ -343,6 +344,7 @@ trainer.gradient_clip_val, model.gradient_clip_val | as trainer.rm.gradient_clip
 model.activations_checkpoint_granularity | same: null=none | NeMo-Aligner's file omits it and uses the base model's
 model.activations_checkpoint_method | only null or block | for uniform omit model.activations_checkpoint_num_layers: all layers are recomputed
 model.data.data_impl | only jsonl | files are JSON lines or tables (docs/data.md)
+model.data.dataloader_type | only single | training data is shuffled in every epoch
 model.data.splits_string | only null | nemo-aligner data split writes files for training and validation
 model.data.seq_length | same | a longer pair is dropped and counted; NeMo-Aligner replaces it by a later pair
 model.data.skip_warmup, model.data.num_workers | ignored | data is tokenized once, before the first step
@@ -361,7 +363,7 @@ trainer.precision | precision: 32=fp32, 32-true=fp32, 16=fp16, 16-mixed=fp16, bf
 model.precision | as precision: 32=fp32, 32-true=fp32, 16=fp16, 16-mixed=fp16, bf16-mixed=bf16 | there is one precision
 inference.port | server.port
 inference.model_name | only reward_model | the endpoint always has this name
-inference.max_queue_delay_microseconds, inference.inference_micro_batch_size, model.forward_micro_batch_size | ignored | waiting samples are batched into calls of up to model.micro_batch_tokens
+inference.max_queue_delay_microseconds, inference.inference_micro_batch_size, inference.micro_batch_size, model.forward_micro_batch_size | ignored | waiting samples are batched into calls of up to model.micro_batch_tokens
 inference.strip_sequence_length_to_multiple | ignored | nothing is padded
 rm_model_file, model.sequence_parallel | same
 model.activations_checkpoint_granularity, model.activations_checkpoint_method | ignored | it saves memory in a backward pass, and a server has none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from nemo_aligner.config.common import (
@@ -141,7 +142,7 @@ class EvaluateConfig:
             checks.require_positive("robustness_pairs")
             checks.require(
                 self.threshold_from is None
-                or (self.threshold is None and self.threshold_from != self.data.path),
+                or (self.threshold is None and not _are_same(self.threshold_from, self.data.path)),
                 "threshold_from",
                 "null if threshold is set, or another file than data.path",
             )
@@ -167,6 +168,11 @@ class EvaluateConfig:
             keys = " and ".join(key for key, _ in configured) or "none"
             raise SettingsError([f"{', '.join(sources)}: got {keys}, wanted exactly one of them"])
         return configured[0]
+
+
+def _are_same(first: str, second: str | None) -> bool:
+    """True if two paths lead to the same file, or are the same name of the hub."""
+    return second is not None and os.path.realpath(first) == os.path.realpath(second)
 
 
 INEFFECTIVE_IN_EVALUATION: tuple[IneffectiveRule, ...] = (

@@ -30,7 +30,8 @@ def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
     """Read the text after ``key=`` into nested sections.
 
     Raises:
-        ConfigError: the text has a ``#`` outside quotes; YAML would drop the rest as a comment.
+        ConfigError: the text has a ``#`` outside quotes, and YAML would drop the rest as a comment;
+            or an item of a list has a ``${`` outside quotes.
         yaml.YAMLError: the setting is not of type str, and the text is invalid YAML.
     """
     update = OmegaConf.create({})
@@ -71,7 +72,15 @@ def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
         unquoted = _unquote(stripped)
         return text if unquoted is None else unquoted
     loader = _make_loader(text)
-    node = loader.get_single_node()
+    try:
+        node = loader.get_single_node()
+    except yaml.YAMLError as error:
+        if "${" not in text:
+            raise
+        raise ConfigError(
+            "got an item with ${...} without quotes, in which YAML reads { as the start of a "
+            "mapping; wanted quotes around the item, such as ['${oc.env:HOME}/a.jsonl', b.jsonl]"
+        ) from error
     if node is None or "#" in _blank_scalars(node, text):
         raise ConfigError(
             "got '#', which begins a comment in YAML, so the rest would be dropped; wanted quotes "

@@ -64,13 +64,15 @@ class StepRewards:
     """Rewards ``[S, A]`` float32 of a sample's S turns or steps, and the S spans of these steps.
 
     ``spans`` is empty for a sample of token ids: only the reward of its last token is known.
+    ``spread`` is the uncertainty ``[S, A]`` of the rewards, known only of a model in this process.
     """
 
     rewards: np.ndarray
     spans: tuple[StepSpan, ...] = ()
+    spread: np.ndarray | None = None
 
     def to_json(self) -> str:
-        """Return JSON from which ``from_json`` restores bit-identical rewards."""
+        """Return JSON from which ``from_json`` restores bit-identical rewards, without spread."""
         spans = [[span.message, span.start, span.end] for span in self.spans]
         return json.dumps({"rewards": self.rewards.tolist(), "spans": spans})
 
@@ -102,7 +104,7 @@ class ScoredRows:
 
     Attributes:
         rewards: ``[N, A]`` float32; NaN for each row in ``errors``.
-        errors: why a row was rejected, by row number.
+        errors: why a row has no reward, by row number.
         exceeded: ``[N]`` bool, true for samples that were truncated to the model's ``seq_length``.
         contract_hash: hash of the scoring contract; None if it is unknown or no row was scored.
         model_fingerprint: fingerprint of the weights; None if unknown or not the same for all rows.
@@ -125,6 +127,8 @@ class ScoredRows:
         components: ``[N, P]`` float64, what each part adds to the reward; None if the reward is not
             a sum of parts.
         comparisons: judgments of pairs of rows, in the form of NeMo Gym's ``comparison_results``.
+        unscored: rows in ``errors`` that are not at fault themselves: a judge or function of a
+            gateway failed, or tokenizing took too long. The others were rejected.
     """
 
     rewards: np.ndarray
@@ -143,6 +147,12 @@ class ScoredRows:
     parts: np.ndarray | None = None
     components: np.ndarray | None = None
     comparisons: Sequence[Mapping[str, float]] = ()
+    unscored: frozenset[int] = frozenset()
+
+    @property
+    def rejected(self) -> dict[int, str]:
+        """Why a row was rejected, by row number: the part of ``errors`` that is its own fault."""
+        return {row: reason for row, reason in self.errors.items() if row not in self.unscored}
 
     def take(self, rows: Sequence[int]) -> ScoredRows:
         """Return the results of the samples with the numbers ``rows``, in this order."""
@@ -153,7 +163,8 @@ class ScoredRows:
             if isinstance(values, np.ndarray)
         }
         errors = {number: self.errors[row] for number, row in enumerate(rows) if row in self.errors}
-        return replace(self, errors=errors, **arrays)
+        unscored = frozenset(number for number, row in enumerate(rows) if row in self.unscored)
+        return replace(self, errors=errors, unscored=unscored, **arrays)
 
     def check_finite(self) -> ScoredRows:
         """Check that all rewards are finite numbers, and return the rows unchanged.

@@ -69,6 +69,8 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
     lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
     dropped = len(file.records) - len(plain)
     without = f", without {dropped} of tools, documents or raw text" if dropped else ""
+    if file.malformed:
+        without += f"; {len(file.malformed)} more are malformed"
     return (
         f"{source}: {file.format}, {len(file.records)} records{without}\n"
         f"{len(lines)} pairs with a reply of another prompt -> {write_lines(output, lines)}"

@@ -93,7 +93,8 @@ class MalformedRule:
     Attributes:
         action: whether to drop malformed records or to raise an error.
         max_fraction: largest fraction of a file's records that may be dropped as malformed.
-        section: prefix of the names of these two settings in errors: ``model.data.`` in training.
+        section: prefix of the names of settings for reading a file, in errors: ``model.data.`` in
+            training, and empty for the options of a command.
     """
 
     action: Malformed = DataConfig.malformed
@@ -185,10 +186,12 @@ def _describe_malformed(file: ReadFile) -> str:
 
 
 def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
-    limit = f"{rule.section}max_malformed={rule.max_fraction:g}"
+    settings = f"{rule.section}malformed", f"{rule.section}max_malformed"
+    action, limit = settings if rule.section else ("--malformed", "--max-malformed")
+    limit += f"={rule.max_fraction:g}"
     if rule.action is Malformed.drop:
         return f"{limit} allows {rule.max_fraction:.2%} of a file. Fix the data, or raise the limit"
-    advice = f"fix the data, or drop these records with {rule.section}malformed=drop"
+    advice = f"fix the data, or drop these records with {action}=drop"
     if max(map(malformed_fraction, files)) > rule.max_fraction:
         return f"{advice} (but {limit} allows {rule.max_fraction:.2%} of a file)"
     return advice

@@ -246,7 +246,13 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     file = BlockFile(path, reading.named_columns)
     labels = (*reading.attributes, *reading.pair_columns)
     chosen = choose_format(
-        reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
+        reading.format,
+        reading.kind,
+        file.objects(),
+        str(path),
+        reading.pair_keys,
+        labels,
+        reading.rule.section,
     )
     # Check all lines first, because an error in the middle of the file could otherwise come after
     # hours of tokenizing.

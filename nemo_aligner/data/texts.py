@@ -83,7 +83,10 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
     ]
     chosen = None
     if record_lines:
-        chosen = choose_format(reading.format, None, record_lines, str(path), reading.pair_keys)
+        section = reading.rule.section
+        chosen = choose_format(
+            reading.format, None, record_lines, str(path), reading.pair_keys, section=section
+        )
     texts: list[tuple[str, Any]] = []
     malformed: list[MalformedRecord] = []
     for line, side in lines:

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.model import DataPrefixConfig, ModelConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import with_aggregate
 from nemo_aligner.contract.readout import Readout
@@ -57,6 +57,15 @@ class TrainingData:
     def datasets(self) -> list[TokenizedDataset]:
         """All data sets, the training data first."""
         return [self.train, *self.validation, *self.test]
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of every file, in the order of ``DataPrefixConfig.all_files``."""
+        return [report.path for dataset in self.datasets for report in dataset.reports]
+
+    def names_given(self, prefix: DataPrefixConfig) -> dict[str, str]:
+        """Map the path of every file to its name in the settings, such as a data set of the hub."""
+        return dict(zip(self.paths, prefix.all_files, strict=True))
 
     def table(self) -> str:
         """Render the full table of each file, its records and their lengths, for a dry run."""

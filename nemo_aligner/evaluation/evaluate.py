@@ -53,6 +53,7 @@ from nemo_aligner.data.records import (
     record_principle,
 )
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
+from nemo_aligner.evaluation.robustness import check_replies_marked
 from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RIGHT_FROM, measure_set
@@ -60,7 +61,7 @@ from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.table import (
     BY_PRINCIPLE,
     BY_SOURCE,
-    POSITION,
+    OF_PARTS,
     Shown,
     all_metrics,
     by_position,
@@ -115,8 +116,7 @@ class EvalResult:
         ]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
-        in_own_tables = (BY_SOURCE, BY_PRINCIPLE, POSITION)
-        overall = {k: v for k, v in self.metrics.items() if not k.startswith(in_own_tables)}
+        overall = {k: v for k, v in self.metrics.items() if not k.startswith(OF_PARTS)}
         width = max(map(len, overall)) + 2
         lines.append("")
         for name, value in overall.items():
@@ -268,6 +268,7 @@ def _evaluate_steps(
         [row for step_labels in labels for row in step_labels], dtype=torch.float32
     )
     columns = LabelColumns.of(names, values.view(len(rewards), len(names)))
+    spreads = [steps.spread for steps in scored if steps.spread is not None]
     metrics = measure_set(
         default_step_objective(source.contract.readout, source.contract.label_means, names),
         torch.from_numpy(rewards),
@@ -275,6 +276,7 @@ def _evaluate_steps(
         torch.tensor(lengths),
         [record.source for record in ratings],
         [record_principle(record) for record in ratings],
+        torch.from_numpy(np.concatenate(spreads)) if spreads else None,
     )
     rows = [
         Prediction.of_rating(
@@ -283,6 +285,7 @@ def _evaluate_steps(
             text=record.response,
             rewards=steps.rewards[-1],
             labels=np.array(step_labels[-1]),
+            spread=None if steps.spread is None else steps.spread[-1],
         )
         for record, steps, step_labels in zip(ratings, scored, labels, strict=True)
     ]
@@ -368,6 +371,7 @@ def evaluate_file(
     reader: ReaderConfig = _DEFAULT_READER,
     *,
     swapped: bool = False,
+    restyles: bool = False,
 ) -> EvalResult:
     """Evaluate a source on a file, by the rules of its scoring contract; every rank calls this.
 
@@ -382,13 +386,13 @@ def evaluate_file(
         swapped: True to exchange chosen and rejected in every comparison before anything reads it.
             Accuracy must then become 1 - accuracy, otherwise the scores depend on the order of the
             replies, which is a leak.
+        restyles: True if ``check_robustness`` follows, which needs to know where replies begin.
 
     Raises:
         DataError: the file cannot be read or has the wrong kind of records, more of them are
-            malformed than ``reader.rule`` allows, or none can be used.
-        ConfigError: the file has ratings, but the source has a custom rule for turns or steps
-            (``aggregate``), which applies to pairs only; or it has labels of steps, but the server
-            shapes the rewards of whole replies.
+            malformed than ``reader.rule`` allows, or none can be used or changed in style.
+        ConfigError: the file has ratings, but ``aggregate``, which is for pairs, is set; or it has
+            labels of steps, but the server shapes the rewards of whole replies.
     """
     reader = replace(
         reader,
@@ -400,12 +404,12 @@ def evaluate_file(
     except OtherKindError as error:
         raise _wrong_kind(error, source) from error
     if swapped:
-        swapped_records = [
-            record.swapped() for record in file.records if isinstance(record, Comparison)
-        ]
-        file = replace(file, records=swapped_records)
+        pairs = (record for record in file.records if isinstance(record, Comparison))
+        file = replace(file, records=[pair.swapped() for pair in pairs])
     file = keep_scorable(file, source, reader.rule)
     _check_steps(file, source)
+    if restyles:
+        check_replies_marked(_list_samples(file.records))
     scored = source.scorer.score_rows(_list_samples(file.records))
     if source.encoder is None:
         file, scored = drop_refused(file, scored)

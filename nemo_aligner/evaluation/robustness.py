@@ -12,7 +12,7 @@ The module has the check, the transformations of replies, and the output as a ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -133,28 +133,32 @@ def check_pairwise(task: Task) -> None:
         )
 
 
+def check_replies_marked(texts: Iterable[Text]) -> None:
+    """Raise DataError if all samples are raw strings, in which nothing marks the reply."""
+    if all(isinstance(text, str) for text in texts):
+        raise DataError(
+            "robustness_pairs: the samples are raw strings, which do not mark where the reply "
+            "begins. Use records with prompts and replies, or with conversations."
+        )
+
+
 def check_robustness(predictions: Predictions, source: RewardSource, count: int) -> Robustness:
     """Score pairs again after each transformation, and count the verdicts that flip.
 
     Args:
-        predictions: pairs, or items of a benchmark that passed ``check_pairwise``.
+        predictions: pairs that passed ``check_replies_marked``, or items of a benchmark that passed
+            ``check_pairwise``.
         source: the model that computed their rewards.
         count: number of pairs to draw; all pairs if there are fewer.
 
     Raises:
-        DataError: all replies are code, or all samples are raw strings, in which nothing marks
-            where the reply begins; or the reward of a changed reply is not finite.
+        DataError: all replies are code, or the reward of a changed reply is not finite.
     """
     pairs = replace(predictions, rows=[row for row in predictions.rows if not row.item.is_code])
     if not pairs.rows:
         raise DataError(
             "robustness_pairs: all replies are code, whose style this check does not change. Leave "
             "the setting out."
-        )
-    if all(isinstance(text, str) for row in pairs.rows for text in row.item.texts):
-        raise DataError(
-            "robustness_pairs: the samples are raw strings, which do not mark where the reply "
-            "begins. Use records with prompts and replies, or with conversations."
         )
     drawn = pairs.draw(count).rows
     previous = _stack_rewards(drawn)

@@ -241,7 +241,7 @@ def _measure(
 ) -> _Results:
     name = str(config.data.path)
     description = {"checkpoint": source.name, "contract": source.shown_contract, "data": name}
-    path = once_per_node(lambda: local_file(name))
+    path = _find_local_file(name)
     if config.swapped:
         description["data"] += ", chosen and rejected swapped"
     source = source.with_aggregate(config.aggregate).for_format(config.data.format)
@@ -249,13 +249,19 @@ def _measure(
         description["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
     if task is None:
-        result = evaluate_file(source, path, reader, swapped=config.swapped)
+        restyles = config.robustness_pairs is not None
+        result = evaluate_file(source, path, reader, swapped=config.swapped, restyles=restyles)
     else:
         result = _measure_task(task, path, config, source, description)
     robustness = None
     if config.robustness_pairs is not None:
         robustness = check_robustness(result.predictions, source, config.robustness_pairs)
     return _Results(result, description, source.contract, robustness)
+
+
+def _find_local_file(name: str) -> str:
+    """Return the file to read; a data set of the hub is downloaded by the first rank of a node."""
+    return once_per_node(lambda: local_file(name))
 
 
 def _measure_task(
@@ -269,7 +275,7 @@ def _measure_task(
         threshold = float(np.float32(threshold))
     if threshold_file is not None:
         say(f"choosing the threshold on {threshold_file} ...")
-        chosen = choose_threshold(task, threshold_file, source)
+        chosen = choose_threshold(task, _find_local_file(threshold_file), source)
         threshold = chosen.value
     elif threshold is None:
         threshold = default_threshold(source)

@@ -413,6 +413,8 @@ def is_shown(name: str, place: Shown) -> bool:
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"
 BY_PRINCIPLE = "by_principle/"
+# Beginnings of the names of metrics of parts of a data set, which a table of the whole leaves out.
+OF_PARTS = (BY_SOURCE, BY_PRINCIPLE, POSITION)
 
 
 def by_source(

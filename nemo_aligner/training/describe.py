@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
-from nemo_aligner.config.common import Precision, as_yaml
+from nemo_aligner.config.common import Precision, RecordKind, as_yaml
 from nemo_aligner.config.evaluation import EvaluateDataConfig
 from nemo_aligner.config.ineffective import describe_ineffective_settings
-from nemo_aligner.config.model import ModelConfig, Recompute
+from nemo_aligner.config.model import DataPrefixConfig, ModelConfig
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
+from nemo_aligner.data.dataset import weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData
 from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
 from nemo_aligner.losses import describe_objective
@@ -108,13 +108,6 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
             "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
         ]
     lines += describe_ineffective_settings(config)
-    recomputed = options.activations_checkpoint_granularity is Recompute.full
-    if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
-        lines += [
-            "note: model.freeze_layers saves memory but no time",
-            "  with model.activations_checkpoint_granularity=full, frozen layers have a backward "
-            "pass, too",
-        ]
     monitor = checkpoints.monitor
     lines.append(
         f"best checkpoint by: {monitor}"
@@ -182,15 +175,29 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
+def list_heldout_files(data: TrainingData, prefix: DataPrefixConfig) -> list[str]:
+    """List the test and validation files as the settings name them, the test files first.
+
+    Files of comparisons that are all tied are left out, because ``evaluate`` cannot use them.
+    """
+    names = data.names_given(prefix)
+    return [
+        names[report.path]
+        for dataset in (*data.test, *data.validation)
+        if dataset.kind is RecordKind.rating or dataset.records.pairs().num_records
+        for report in dataset.reports
+    ]
+
+
 def next_commands(
-    model: Path, heldout: Sequence[TokenizedDataset], config: ModelConfig, can_export: bool = True
+    model: Path, heldout: Sequence[str], config: ModelConfig, can_export: bool = True
 ) -> str:
     """Render the user's next commands: evaluate, serve and, if ``can_export``, export the model.
 
-    ``config`` has the settings by which the run read its records; evaluate gets the same.
+    ``config`` has the settings by which the run read its records; evaluate gets the same, and the
+    first of the ``heldout`` files.
     """
-    paths = [report.path for dataset in heldout for report in dataset.reports]
-    data_setting = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
+    data_setting = f"data.path={heldout[0] if heldout else 'heldout.jsonl'}"
     model_setting = f"rm_model_file={model}"
     export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
     reading = _reading_settings(config)

@@ -67,7 +67,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             _check_output(config, run.shape),
             *_describe_start(folder, run.total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
-            f"no weights and wrote {_describe_written(config)}.",
+            f"no weights and wrote {_describe_written(run)}.",
         ]
     )
 
@@ -85,10 +85,10 @@ def _describe_precision(config: TrainConfig) -> list[str]:
     ]
 
 
-def _describe_written(config: TrainConfig) -> str:
+def _describe_written(run: PreparedRun) -> str:
     """Describe which files the dry run has written."""
-    data = config.model.data
-    is_kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
+    data = run.config.model.data
+    is_kept = are_kept(run.data.paths, IndexPlace(data.index_dir, data.keep_index))
     return "only the tokenized data, which the run will reuse" if is_kept else "nothing"
 
 

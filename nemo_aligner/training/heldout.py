@@ -80,8 +80,10 @@ class HeldoutRewards:
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, merged, chosen, texts)
-            path = self._folder / f"{dataset.name}.jsonl"
-            write_lines(path, row_lines(rows), RUN_FOLDER)
+            # Comparisons whose samples are all tied have no pairs.
+            if rows:
+                path = self._folder / f"{dataset.name}.jsonl"
+                write_lines(path, row_lines(rows), RUN_FOLDER)
 
     def _pairs(
         self,

@@ -19,6 +19,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
@@ -137,7 +138,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     check_may_resume(latest, config.exp_manager)
     if latest is not None:
         check_objective_exists(latest)
-    config = _with_local_data(config)
+    files = _find_local_files(config.model.data.data_prefix)
     base = CheckpointDescription.read(str(config.pretrained_checkpoint.restore_from_path))
     resumed = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
@@ -147,7 +148,8 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     base.tokenizer.check_fits(shape.vocab_size)
     if base.removed_tokens:
         say(describe_removed_tokens(base.removed_tokens, shape.vocab_size))
-    data = _build_data(config, base, shape, resumed)
+    # ``config`` keeps the names of the hub: they are what the run saves, to be repeated elsewhere.
+    data = _build_data(_with_files(config, files), base, shape, resumed)
     return PreparedRun(config, layout, base, shape, data, latest)
 
 
@@ -189,14 +191,16 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def _with_local_data(config: TrainConfig) -> TrainConfig:
+def _find_local_files(prefix: DataPrefixConfig) -> DataPrefixConfig:
     """Replace data sets of the hub with files, which the first rank of each node downloads."""
-    data = config.model.data
-    prefix = data.data_prefix
     parts = {"train": prefix.train, "validation": prefix.validation, "test": prefix.test}
     train, validation, test = once_per_node(lambda: [_find_files(*part) for part in parts.items()])
-    prefix = replace(prefix, train=train, validation=validation, test=test)
-    return replace(config, model=replace(config.model, data=replace(data, data_prefix=prefix)))
+    return replace(prefix, train=train, validation=validation, test=test)
+
+
+def _with_files(config: TrainConfig, files: DataPrefixConfig) -> TrainConfig:
+    data = replace(config.model.data, data_prefix=files)
+    return replace(config, model=replace(config.model, data=data))
 
 
 def _find_files(part: str, paths: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from nemo_aligner.training.describe import (
     describe_heldout,
     describe_model,
     describe_steps,
+    list_heldout_files,
     next_commands,
     render_candidates,
     render_metric,
@@ -85,7 +86,7 @@ def train(
         folder = open_run_folder(run, lock)
         checkpoints, early_stopping = folder.checkpoints, folder.early_stopping
         with waiting_for("loading the model"):
-            facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
+            facts = RunFacts(config, data, world.world_size)
             keep_heldout = heldout_writer(config, data, facts) if is_main() else None
             learner, pretrained = build_learner(run, keep_heldout)
         exit_stack.callback(learner.release)
@@ -243,7 +244,7 @@ def export(
     if learner.data.test:
         test_metrics = learner.measure(learner.data.test, Counter("test", "records").show)
     say(describe_heldout({**chosen.state.metrics, **test_metrics}))
-    heldout = [*learner.data.test, *learner.data.validation]
+    heldout = list_heldout_files(learner.data, run_config.model.data.data_prefix)
     say(next_commands(path, heldout, run_config.model, _can_export(contract)))
     return Exported(weights, chosen.state.metrics, test_metrics)
 

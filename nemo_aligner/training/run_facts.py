@@ -17,6 +17,7 @@ import torch
 
 import nemo_aligner
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
@@ -35,13 +36,17 @@ class RunFacts:
     and it is not written any more.
     """
 
-    def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
-        self._path, self._is_dropped = run / FACTS_NAME, False
+    def __init__(self, config: TrainConfig, data: TrainingData, ranks: int) -> None:
+        self._path = Path(config.exp_manager.explicit_log_dir) / FACTS_NAME
+        self._is_dropped = False
+        names = data.names_given(config.model.data.data_prefix)
         self._facts: dict[str, Any] = {
             "ranks": ranks,
             "described": [],
             "data": [
-                describe_file(report) for dataset in data.datasets for report in dataset.reports
+                {**describe_file(report), "path": names[report.path]}
+                for dataset in data.datasets
+                for report in dataset.reports
             ],
             "validation_records": {dataset.name: len(dataset) for dataset in data.validation},
             **describe_contract(data.contract),

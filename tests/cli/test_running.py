@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import runpy
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -231,6 +232,23 @@ def test_interruption_has_its_exit_code(
     monkeypatch.setattr(f"nemo_aligner.cli.main.{where}", interrupt)
     assert main(["plan", "--params=8B", "--gpus=8"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_first_process_of_a_container_ends_at_sigterm_before_a_verb_handles_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a pod that is stopped while it loads its model waits for SIGKILL."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr(
+        "nemo_aligner.cli.main.load", lambda verb: signal.raise_signal(signal.SIGTERM)
+    )
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve"])
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert ended.value.code == 143
 
 
 def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:

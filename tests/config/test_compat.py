@@ -140,12 +140,19 @@ def test_nemo_aligner_settings_that_would_change_results_are_refused() -> None:
         "model.encoder_seq_length=2048": "wanted the same as model.data.seq_length (null)",
         "model.optim.name=adafactor": "wanted distributed_fused_adam",
         "model.optim.sched.name=NoamAnnealing": "wanted cosine | linear | constant",
+        "model.data.dataloader_type=cyclic": "got 'cyclic', wanted single",
         "model.data.data_impl=mmap": "model.data.data_impl: got 'mmap', wanted jsonl",
         "model.data.data_prefix.train=[0.3,a.jsonl,0.7,b.jsonl]": "go into train_weights",
         "exp_manager.exp_dir=/here": "set exp_manager.explicit_log_dir",
         "defaults=[base]": "defaults: got ['base']",
     }
     assert not_refused(TrainConfig, refusals) == {}
+
+
+def test_keys_of_earlier_files_of_nemo_aligner_are_read() -> None:
+    load_config(TrainConfig, ["model.data.dataloader_type=single"])
+    _, notes = load_with_notes(ServeConfig, ["inference.micro_batch_size=2"])
+    assert notes[0].startswith("inference.micro_batch_size: ignored: ")
 
 
 def test_nemo_aligner_notes_name_each_key_once_with_what_became_of_it(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
         "model.data.max_malformed=1.5": "max_malformed: got 1.5, wanted a number from 0 to 1",
         "model=5": "model: got 5, wanted a section with keys",
         "model.data.data_prefix.train=[a": "model.data.data_prefix.train",
+        "model.data.data_prefix.train=[${model.seed}/a, b]": "wanted quotes around the item",
         "model.global_batch_size": "got 'model.global_batch_size', wanted section.key=value",
         "=3": "got '=3', wanted section.key=value",
         "model.data.data_prefix.validation=null": (

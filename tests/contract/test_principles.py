@@ -146,3 +146,8 @@ def test_settings_of_principles(contracts: Contracts, tmp_path: Any) -> None:
     assert without == contracts()
     with pytest.raises(ConfigError, match=r"model.data.principle_template: 'Is it {principle}"):
         continue_contract(without, start)
+    # A head that reads the reply would not see the question behind it.
+    config.data.principle_template = None
+    mean = build_contract(config, tokenizer, Precision.fp32, start)
+    assert mean.principle_template is None
+    assert continue_contract(mean, start, allow_change=True).scored_position == "reply_mean"

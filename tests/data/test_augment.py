@@ -44,6 +44,16 @@ def test_augmented_pairs_have_a_reply_of_their_prompt_and_one_of_another(
     assert {record.source for record in read_again.records} == {"non-contextual"}
 
 
+def test_malformed_records_are_left_out_by_option(tmp_path: Path, run: Run) -> None:
+    rows = [{"prompt": n, "chosen": "a", "rejected": "b"} for n in ("one", "two", "three", 4)]
+    source = write(tmp_path / "pairs.jsonl", *rows)
+    arguments = ("data augment", source, "--output", tmp_path / "out.jsonl")
+    refused = run(*arguments, code=1)
+    assert "drop these records with --malformed=drop (but --max-malformed=0.01" in refused.stderr
+    done = run(*arguments, "--malformed=drop", "--max-malformed=0.5")
+    assert "3 records; 1 more are malformed" in done.stdout
+
+
 def test_what_cannot_be_augmented_is_refused(tmp_path: Path, run: Run) -> None:
     source = write(tmp_path / "raw.jsonl", *({"chosen": f"a{n}", "rejected": "b"} for n in "12"))
     failed = run("data augment", source, "--output", tmp_path / "out.jsonl", code=1)

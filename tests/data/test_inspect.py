@@ -123,6 +123,8 @@ def test_inspect_ratings_without_a_tokenizer(
     assert done.stdout.endswith("-- labels 3 2\nuser: why\nassistant: the cat\n")
     failed = run(VERB, path, "--attributes", "a,,b", code=1)
     assert failed.stderr.startswith("ConfigError: --attributes: got ['a', '', 'b'], wanted")
+    failed = run(VERB, path, "--format=rated", code=1)
+    assert failed.stderr.startswith("ConfigError: --format: got 'rated', wanted auto, one of")
     with pytest.raises(SystemExit):
         run(VERB, path, "model.data.malformed=drop")
     said = capsys.readouterr().err

@@ -273,8 +273,8 @@ def test_split_has_malformed_lines_in_neither_part(tmp_path: Path, run: Run) -> 
     arguments = ("data split", source, "--output", tmp_path)
     refused = run(*arguments, code=1)
     assert "hh.jsonl: 2 of its 22 records (9.09%) are malformed\n" in refused.stderr
-    assert "malformed=drop" in refused.stderr
-    assert "max_malformed=0.01" in refused.stderr
+    assert "--malformed=drop" in refused.stderr
+    assert "--max-malformed=0.01" in refused.stderr
     assert not (tmp_path / "train.jsonl").exists()
     done = run(*arguments, "--malformed=drop", "--max-malformed=0.1")
     assert f"{source}: hh, 22 read, 2 malformed, 20 kept" in done.stdout

@@ -44,6 +44,8 @@ from nemo_aligner.losses.base import measure_set
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
+from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.engine.token_scorer import TokenScorer
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import build, rows_of, write
 from tests.harness import tiny
@@ -289,7 +291,7 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
 
 
 @pytest.mark.parametrize("reads", ["step_ends", "step_marks"])
-def test_evaluated_steps_have_the_lengths_that_training_counts(
+def test_evaluated_steps_have_the_lengths_and_spreads_of_training(
     reads: str, tmp_path: Path, contracts: Contracts
 ) -> None:
     """Lengths count the tokens of each step, in training and in an evaluation."""
@@ -303,34 +305,37 @@ def test_evaluated_steps_have_the_lengths_that_training_counts(
     path = write(tmp_path / "steps.jsonl", *rows)
     config = contracts.config(["right"], seq_length=512)
     config.head, config.objective = HeadConfig(reads=ScoredPosition(reads)), "binary_cross_entropy"
-    config.objective_kwargs = {"scale": "log_odds"}  # as the rewards of the contract below are
     config.data.data_prefix = DataPrefixConfig([str(path)])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
     data = build_training_data(config, contract, contracts.tokenizer)
-    rewards = torch.tensor([[rng.gauss(0, 1)] for texts in steps for _ in texts])
+    outputs = torch.tensor([[rng.gauss(0, 1)] for texts in steps for _ in texts])
     lengths = data.train.reply_lengths
-    trained = measure_set(data.objective, rewards, data.train.records, lengths, [""] * count)
-    encoder = TextEncoder(contract, contracts.tokenizer)
+    trained = measure_set(data.objective, outputs, data.train.records, lengths, [""] * count)
+    encoder = TextEncoder(data.contract, contracts.tokenizer)
 
     class Stepped(CountingScorer):
+        fingerprint = None
         encode, count_reply_tokens = encoder.encode, encoder.count_reply_tokens
+        score_rows, _measure = TokenScorer.score_rows, TokenScorer._measure
 
-        def score_rows(self, samples: Sequence[Text], *, on_error: str = "nan") -> ScoredRows:
-            parts = np.split(rewards.numpy(), np.cumsum([len(texts) for texts in steps])[:-1])
-            spans = [encoder.encode(text).spans for text in samples]
-            step_rewards = np.full(len(samples), None, dtype=np.object_)
-            step_rewards[:] = [StepRewards(*row) for row in zip(parts, spans, strict=True)]
-            return replace(super().score_rows(samples), steps=step_rewards)
+        def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+            return np.split(outputs.numpy(), np.cumsum([len(texts) for texts in steps])[:-1])
 
-    metrics = evaluate_file(RewardSource.of(Stepped(contract)), path).metrics
+        def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+            return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
+
+    metrics = evaluate_file(RewardSource.of(Stepped(data.contract)), path).metrics
     tokens = [len(contracts.tokenizer.encode(text)) for texts in steps for text in texts]
+    rewards = outputs.sigmoid()
     expected = {
         "length_only_pearson_mean": abs(np.corrcoef(tokens, np.concatenate(labels))[0, 1]),
         "length_correlation/right": np.corrcoef(tokens, rewards.ravel())[0, 1],
+        "spread/right": float((rewards * (1 - rewards)).sqrt().mean()),
     }
     for name, value in expected.items():
         assert [trained[name], metrics[name]] == pytest.approx([value] * 2, abs=1e-6), name
     assert expected["length_only_pearson_mean"] > 0.3
+    assert metrics == pytest.approx(trained, abs=1e-6)
 
 
 @dataclass

@@ -18,8 +18,10 @@ import nemo_aligner as na
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.cli.main import main
+from nemo_aligner.config.common import Malformed
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.data import files
+from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.token_cache import content_digest
@@ -293,6 +295,14 @@ def test_responses_are_labelled_and_ranked(folder: Path, monkeypatch: pytest.Mon
     assert row["teacher_rewards"] == rewards
     (record,) = read_records(folder / "nemo_rl_soft.jsonl", ReaderConfig()).records
     assert record.teacher_rewards == (rewards[1], rewards[2], rewards[0])
+
+
+def test_malformed_records_are_left_out_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[label.Labelling] = []
+    monkeypatch.setattr(label, "label_file", taken.append)
+    options = ["--model=m", "--output=o", "--malformed=drop", "--max-malformed=0.5"]
+    assert main(["data", "label", "x.jsonl", *options]) == 0
+    assert taken[0].reading.rule == MalformedRule(Malformed.drop, 0.5, section="")
 
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -13,12 +14,13 @@ from nemo_aligner.config.load import load_config
 from nemo_aligner.contract.messages import Conversation, read_text
 from nemo_aligner.evaluation.compare import compare_files, render_compared, write_flips
 from nemo_aligner.evaluation.report.page import write_page
-from nemo_aligner.evaluation.run import evaluate
+from nemo_aligner.evaluation.run import evaluate, evaluate_source
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.utils.errors import ConfigError, SettingsError
+from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError
 from tests.data.files import rows_of, write
 from tests.evaluation.refusals import refusal
 from tests.harness import tiny
+from tests.harness.scorers import source_of
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.smoke), "bf16"])
@@ -142,6 +144,8 @@ def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     error = refused(model, "task=best_of_n", "robustness_pairs=10")
     assert error.startswith("robustness_pairs: ")
     assert "task=best_of_n" in error
+    error = refused(model, "task=processbench", "threshold_from=./x.jsonl")
+    assert error.startswith("threshold_from: got './x.jsonl', wanted null if threshold is set, or")
     error = refused(model, "aggregate=min", "task=prmbench")
     assert error.startswith("aggregate: got min, but task=prmbench"), error
     # An output would replace a file that is read, or another output.
@@ -152,6 +156,29 @@ def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     assert error == same.format("report", "a.nemo", "rm_model_file")
     error = refused(model, "output=r.json", "output_rewards=r.json")
     assert error == same.format("output_rewards", "r.json", "output")
+
+
+def test_raw_texts_are_refused_before_they_are_scored_for_robustness(tmp_path: Path) -> None:
+    path = write(tmp_path / "raw.jsonl", {"chosen": "a", "rejected": "b"})
+    settings = [f"data.path={path}", "data.format=text_pairs", "robustness_pairs=5"]
+    score = Mock()
+    with pytest.raises(DataError, match="where the reply begins"):
+        evaluate_source(load_config(EvaluateConfig, settings), source_of(score))
+    score.assert_not_called()
+
+
+def test_threshold_may_come_from_a_data_set_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_file, choose = Mock(return_value="cached.jsonl"), Mock(side_effect=DataError("stop"))
+    monkeypatch.setattr("nemo_aligner.evaluation.run.local_file", local_file)
+    monkeypatch.setattr("nemo_aligner.evaluation.run.choose_threshold", choose)
+    names = ["data.path=owner/steps:a", "threshold_from=owner/steps:b"]
+    config = load_config(EvaluateConfig, [*names, "task=processbench"])
+    with pytest.raises(DataError, match="stop"):
+        evaluate_source(config, source_of(Mock()))
+    assert local_file.call_args_list == [call("owner/steps:a"), call("owner/steps:b")]
+    assert choose.call_args.args[1] == "cached.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import random
@@ -11,10 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
+import numpy as np
 import pytest
 
+from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.utils.errors import DataError
 from tests.harness import tiny
+from tests.serving.fake_server import CONTRACT
 from tests.serving.servers import FAKE, QUICK, Server, running
 
 FOLDER = tiny.ROOT / "examples/rl"
@@ -70,6 +76,23 @@ def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) ->
     first, last, drift = run(sys.executable, "rloo.py", *prepared, *options)
     assert last > first + GAIN
     assert drift > 0.1
+
+
+def test_verl_gets_no_reward_of_a_rejected_reply_if_a_gateways_judge_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    verl_reward = importlib.import_module("verl_reward")
+    rewards, failed = np.full((1, 2), np.nan), frozenset({0})
+    scored = ScoredRows(rewards, {0: "judge: no"}, np.zeros(1, bool), unscored=failed)
+    client = SimpleNamespace(
+        contract_async=AsyncMock(return_value=CONTRACT),
+        score_rows_async=AsyncMock(return_value=scored),
+    )
+    monkeypatch.setattr(verl_reward, "_client", client)
+    prompt = {"prompt": [{"role": "user", "content": "a"}]}
+    with pytest.raises(DataError, match="a judge or function of the gateway failed: judge: no"):
+        asyncio.run(verl_reward.compute_score("", "b", None, prompt, refused_reward=-5.0))
 
 
 def test_heldout_prompts_are_replied_to_where_they_were_before_training(

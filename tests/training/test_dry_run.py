@@ -115,6 +115,12 @@ def test_data_sets_of_the_hub_are_read_from_the_cache(
     assert output.count("  records                   37") == 2
     assert "validation-owner--pairs--test: " in output
     assert hub.requests == [("owner/pairs", "train"), ("owner/pairs", "test")]
+    # The run saves the names of the hub, which mean the same on another machine.
+    run = prepare_run(load_config(TrainConfig, settings(folder, *named)), LayoutSizes())
+    kept = run.config.model.data.data_prefix
+    assert (kept.train[0], kept.validation) == ("owner/pairs", ["owner/pairs:test"])
+    names = run.data.names_given(kept)
+    assert names[f"{tmp_path}/data/owner--pairs--test.jsonl"] == "owner/pairs:test"
     hub.problem = OSError("no route to host")
     message = r"owner/lost, split train: .*no route to host\. .*nemo-aligner data fetch"
     with pytest.raises(DataError, match=message):

@@ -19,6 +19,7 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.evaluation.report.figures import heldout_sets
 from nemo_aligner.evaluation.report.run_report import read_report
+from nemo_aligner.training.describe import list_heldout_files
 from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.run import train
 from nemo_aligner.training.run_facts import RunFacts
@@ -38,6 +39,12 @@ def build(
     data = files.build(contracts, [train], [heldout], attributes=attributes)
     reading = how_to_read(contracts.config(attributes), data.objective)
     return data, HeldoutRewards(folder, reading, data.contract, most_records=6)
+
+
+def config_of(folder: Path, train: object, heldout: object) -> TrainConfig:
+    prefix = "model.data.data_prefix"
+    files = [f"{prefix}.train={train}", f"{prefix}.validation={heldout}"]
+    return load_config(TrainConfig, [f"exp_manager.explicit_log_dir={folder}", *files])
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -142,6 +149,22 @@ def test_heldout_records_of_one_line_have_their_own_texts(
     ]
 
 
+def test_tied_records_have_no_heldout_rewards_and_no_evaluation(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    tied = files.write(tmp_path / "held.jsonl", tiny.ranked("one?", (0, "a"), (0, "b")))
+    pairs = tiny.write_pairs(tmp_path / "train.jsonl", 8)
+    settings = {"ties": "half"}
+    data = files.build(contracts, [pairs], [tied], objective="bradley_terry", settings=settings)
+    reading = how_to_read(contracts.config(), data.objective)
+    heldout = HeldoutRewards(tmp_path, reading, data.contract)
+    heldout.keep(data.validation[0], torch.tensor([[1.0], [2.0]]))
+    assert not (tmp_path / "heldout").exists()
+    prefix = DataPrefixConfig(["owner/pairs"], ["owner/tied"], ["owner/pairs:test"])
+    data = replace(data, test=[data.train])
+    assert list_heldout_files(data, prefix) == ["owner/pairs:test"]
+
+
 def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
     tmp_path: Path, contracts: Contracts, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +183,7 @@ def test_files_for_the_report_that_cannot_be_written_are_told_once_and_stop_noth
     data, heldout = build(tmp_path, contracts, tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1))
     (tmp_path / "heldout").touch()
     (tmp_path / FACTS_NAME).mkdir()
-    facts = RunFacts(tmp_path, data, ranks=1)
+    facts = RunFacts(config_of(tmp_path, "a", "b"), data, ranks=1)
     facts.begin(["a line"])
     for _ in range(2):
         heldout.keep(data.validation[0], torch.zeros(8, 1))
@@ -175,13 +198,13 @@ def test_files_for_the_report_that_cannot_be_written_are_told_once_and_stop_noth
 def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> None:
     path = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
     data, _ = build(tmp_path, contracts, path)
-    RunFacts(tmp_path, data, ranks=2).begin(["a line"])
+    RunFacts(config_of(tmp_path, "owner/pairs", path), data, ranks=2).begin(["a line"])
     facts = json.loads((tmp_path / FACTS_NAME).read_text())
     assert facts["described"] == ["a line"]
     assert facts["ranks"] == 2
     assert facts["validation_records"] == {"validation-held": 4}
     assert facts["contract_hash"] == data.contract.hash
-    assert [file["path"] for file in facts["data"]] == [str(tmp_path / "train.jsonl"), str(path)]
+    assert [file["path"] for file in facts["data"]] == ["owner/pairs", str(path)]
     assert ["kept", "4"] in facts["data"][1]["rows"]
     assert facts["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert facts["peak_memory"]["host"] > 1e7

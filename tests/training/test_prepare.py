@@ -157,7 +157,7 @@ def test_missing_file_is_named_with_its_setting_and_the_likely_file(tmp_path: Pa
     )
     message = r"^model\.data\.data_prefix\.validation: .*no such file; did you mean .*/train\.jsonl"
     with pytest.raises(DataError, match=message):
-        prepare._with_local_data(config)
+        prepare._find_local_files(config.model.data.data_prefix)
 
 
 def _stop(trainer: SupervisedTrainer) -> None:

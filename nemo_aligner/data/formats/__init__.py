@@ -109,7 +109,7 @@ from nemo_aligner.data.records import (
 from nemo_aligner.utils.dotted import import_dotted, source_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-_KEY = "model.data.format"
+_SECTION = "model.data."
 _BAD_LINES_SHOWN = 3
 # The most common formats. An error about an unknown record lists the keys of these formats.
 _COMMON = ("chat_pairs", "rated_chat")
@@ -164,6 +164,7 @@ def choose_format(
     path: str,
     pair_keys: PairKeys | None = None,
     labels: Sequence[str] = (),
+    section: str = _SECTION,
 ) -> Format:
     """Choose the format called ``fmt``, or for ``auto`` the first one that recognizes a record.
 
@@ -173,6 +174,7 @@ def choose_format(
         pair_keys: names of the fields of pairs; if given, the format is ``chat_pairs``.
         labels: label columns. A format also recognizes a record that has its keys, if it certainly
             has the format without these columns.
+        section: prefix of the names of settings in errors, as in ``MalformedRule``.
 
     Raises:
         ConfigError: there is no format called ``fmt`` with records of this ``kind``, or
@@ -180,10 +182,10 @@ def choose_format(
         DataError: the file has no records, or no format of this ``kind`` recognizes one.
     """
     if pair_keys is not None:
-        return _choose_pairs(pair_keys, fmt, kind)
+        return _choose_pairs(pair_keys, fmt, kind, section)
     fitting = [candidate for candidate in FORMATS.values() if kind in (None, candidate.kind)]
     if ":" in fmt:
-        return _choose_custom(fmt, kind)
+        return _choose_custom(fmt, kind, section)
     if fmt != "auto":
         named = [
             candidate for candidate in NAMED_FORMATS.values() if kind in (None, candidate.kind)
@@ -192,7 +194,7 @@ def choose_format(
         if fmt not in by_name:
             names = ", ".join(by_name)
             raise ConfigError(
-                f"{_KEY}: got {fmt!r}, wanted auto, one of {names}, or package.module:NAME"
+                f"{section}format: got {fmt!r}, wanted auto, one of {names}, or package.module:NAME"
             )
         return by_name[fmt]
     return _recognize_format(fitting, lines, path, labels)
@@ -259,42 +261,43 @@ def custom_format_source(name: str) -> dict[str, str]:
     return {"format_source": source_digest(name)}
 
 
-def _choose_custom(name: str, kind: RecordKind | None) -> Format:
+def _choose_custom(name: str, kind: RecordKind | None, section: str) -> Format:
     """Return the format of a user's code; ConfigError if its records are not of this ``kind``."""
-    custom = _import_format(name)
+    custom = _import_format(name, section)
     if kind not in (None, custom.kind):
         needs = "regression" if custom.kind is RecordKind.rating else "binary_ranking"
         raise ConfigError(
-            f"{_KEY}: {name} reads records of the kind {custom.kind.value}, which are for "
+            f"{section}format: {name} reads records of the kind {custom.kind.value}, which are for "
             f"model.reward_model_type={needs}"
         )
     return custom
 
 
-def _import_format(name: str) -> Format:
+def _import_format(name: str, section: str = _SECTION) -> Format:
     """Import the ``Format`` that ``package.module:NAME`` names.
 
     The name replaces the format's own, so that worker processes can import it, too.
     """
-    custom = import_dotted(name, _KEY, "wanted package.module:NAME of a format")
+    key = f"{section}format"
+    custom = import_dotted(name, key, "wanted package.module:NAME of a format")
     if not isinstance(custom, Format):
         raise ConfigError(
-            f"{_KEY}: {name}: got {type(custom).__name__}, wanted a Format "
+            f"{key}: {name}: got {type(custom).__name__}, wanted a Format "
             "(nemo_aligner.data.formats.base)"
         )
     return replace(custom, name=name)
 
 
-def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
+def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None, section: str) -> Format:
     by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
-            f"{_KEY}: got {fmt!r}, wanted auto or {by_keys.name}, because "
-            "model.data.prompt_key, chosen_key and rejected_key apply only to that format"
+            f"{section}format: got {fmt!r}, wanted auto or {by_keys.name}, because "
+            f"{section}prompt_key, chosen_key and rejected_key apply only to that format"
         )
     if kind not in (None, by_keys.kind):
         raise ConfigError(
-            f"model.data.prompt_key: got {keys.prompt!r}, wanted null, like chosen_key and "
+            f"{section}prompt_key: got {keys.prompt!r}, wanted null, like chosen_key and "
             "rejected_key: they name fields of pairs, and the run reads ratings"
         )
     return by_keys
@@ -366,10 +369,12 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
     for candidate in fitting:
         keys = set(candidate.sample[0])
         lacking, extra = sorted(keys - set(value)), sorted(set(value) - keys)
-        near = {key: difflib.get_close_matches(key, extra, n=1) for key in lacking}
-        names = {key: close[0] for key, close in near.items() if close}
+        nearest = {key: _find_nearest(key, extra) for key in lacking}
+        names = {key: name for key, name in nearest.items() if name is not None}
         corrected = {**value, **{key: value[name] for key, name in names.items()}}
-        if names and candidate.matches(corrected):
+        # A field is misspelt for at most one key.
+        is_distinct = len({*names.values()}) == len(names)
+        if names and is_distinct and candidate.matches(corrected):
             matches.append((len(keys), candidate, names))
     if not matches:
         return None
@@ -377,6 +382,13 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
     _, likely, names = max(matches, key=lambda match: match[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {likely.name} wants {likely.wanted}"
+
+
+def _find_nearest(key: str, names: Sequence[str]) -> str | None:
+    """Return the name that is most like ``key``; None if none is like it, or two equally so."""
+    close = difflib.get_close_matches(key, names, n=2)
+    ratios = [difflib.SequenceMatcher(None, name, key).ratio() for name in close]
+    return close[0] if len({*ratios}) == len(close) > 0 else None
 
 
 def parse_lines(

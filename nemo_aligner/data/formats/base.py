@@ -365,6 +365,11 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
             raise DataError(
                 f"missing key {prompt_key!r}: {key} begins with the reply, so it has no prompt"
             )
+        if prompt == []:
+            raise DataError(
+                f"{prompt_key}: got an empty list, and {key} begins with the reply, so it has no "
+                "prompt"
+            )
         question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _concatenate(question, turns, key, prompt_key)
     conversation: Messages = check_text(turns, key)

@@ -35,8 +35,10 @@ from nemo_aligner.utils.missing import describe_unreadable
 _EXPECTED = (
     "wanted the folder of a training run, or a file that evaluate's output or output_rewards wrote"
 )
-# Keys of an evaluation's JSON file that hold results; all other keys describe the evaluation.
-_RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "task")
+# Keys of an evaluation's JSON file, of which it has at least one: metrics, or rows of a benchmark.
+_MAIN_KEYS = ("metrics", "rows")
+# Its keys that hold results; all other keys describe the evaluation.
+_RESULT_KEYS = (*_MAIN_KEYS, "counts", "left_out", "robustness", "kind", "task")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def read_report(path: Path) -> RunReport:
     """Read a run's folder, or the files of an evaluation.
 
     The files of ``output`` (``NAME.json``) and ``output_rewards`` (``NAME.jsonl``) belong together
-    if they are in the same folder and have the same ``NAME``; naming one of them reads both. The
-    predictions of a benchmark without right and wrong replies, such as best of n, are left out.
+    if they are in the same folder and have the same ``NAME``; naming one of them reads both. Any
+    other file of that name, such as the evaluation's data, is ignored. The predictions of a
+    benchmark without right and wrong replies, such as best of n, are left out.
 
     Raises:
         DataError: ``path`` does not exist, is neither, or has only such predictions.
@@ -95,19 +98,39 @@ def read_report(path: Path) -> RunReport:
         )
     name = path.stem
     report = RunReport(name, "evaluation")
-    if results_path.is_file():
+    has_results = path == results_path or _holds_results(results_path)
+    if has_results:
         report = _read_results(results_path)
-    if rewards_path.is_file():
+    if path == rewards_path or _holds_rewards(rewards_path):
         predictions = read_predictions(rewards_path)
         if predictions.is_rated or predictions.has_sides:
             report = replace(report, predictions={name: predictions})
-        elif not results_path.is_file():
+        elif not has_results:
             raise DataError(
                 f"{rewards_path}: got only items without right and wrong replies, of which a "
                 f"report has the benchmark's figures. Set output={results_path} in the evaluation, "
                 "too"
             )
     return report
+
+
+def _holds_results(path: Path) -> bool:
+    """True if ``path`` is a file that evaluate's ``output`` may have written."""
+    try:
+        content = _read_json_object(path)
+    except DataError:
+        return False
+    return any(key in content for key in _MAIN_KEYS)
+
+
+def _holds_rewards(path: Path) -> bool:
+    """True if ``path`` is a file that evaluate's ``output_rewards`` may have written."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            first = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and isinstance(first.get("rewards"), dict)
 
 
 def _read_run(folder: Path) -> RunReport:
@@ -149,7 +172,7 @@ def _read_robustness(path: Path) -> Robustness | None:
 
 def _read_results(path: Path) -> RunReport:
     content = _read_json_object(path)
-    if not any(key in content for key in ("metrics", "rows")):
+    if not any(key in content for key in _MAIN_KEYS):
         raise DataError(f"{path}: got the keys {', '.join(content)[:80] or 'none'}; {_EXPECTED}")
     facts = {key: value for key, value in content.items() if key not in _RESULT_KEYS}
     if counts := content.get("counts") or content.get("left_out"):

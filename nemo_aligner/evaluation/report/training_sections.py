@@ -29,7 +29,7 @@ from nemo_aligner.evaluation.report.figures import (
 )
 from nemo_aligner.evaluation.report.heldout_sections import render_longer_baseline
 from nemo_aligner.evaluation.report.run_report import RunReport, compute_shares
-from nemo_aligner.metrics.table import BY_SOURCE, Better, better_values, find_metric
+from nemo_aligner.metrics.table import OF_PARTS, Better, better_values, find_metric
 from nemo_aligner.utils.console import show_bytes, show_number
 
 VALIDATION = "validation-"
@@ -330,7 +330,7 @@ def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
     names = [
         name
         for name in dict.fromkeys(name for column in columns.values() for name in column)
-        if not name.startswith(BY_SOURCE)
+        if not name.startswith(OF_PARTS)
     ]
     rows = [
         [name, *(column.get(name, "") for column in columns.values()), _find_meaning(name)]

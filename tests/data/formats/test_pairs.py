@@ -211,6 +211,7 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([PAIR, {**PAIR, "chosen": 3}], r":2: chosen: got 3, wanted a string or a list"),
         ([PAIR, {**PAIR, "chosen": []}], r":2: chosen: got \[\]"),
         ([PAIR, {**PAIR, "prompt": None}], r":2: missing key 'prompt'"),
+        ([PAIR, {**PAIR, "prompt": []}], r":2: prompt: got an empty list, and chosen begins with"),
         ([PAIR, {**PAIR, "prompt": {"a": 1}}], r":2: prompt: got"),
         (
             [{"question": "why", "chosen": [GOOD], "rejected": [BAD]}],
@@ -234,6 +235,11 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
             r"stepwise: .*model\.regression\.attributes=.*step_ends, and model.objective=binary_",
         ),
         ([{"chosen": "a", "reject": "b"}], r":1: .*'rejected' for 'reject'.*text_pairs"),
+        # Both replies are near 'response_0' and 'response_1' of one format.
+        (
+            [{"prompt": "a", "response_a": "b", "response_b": "c", "preference": 1}],
+            r"; wanted .*likewise chosen_key and rejected_key for its replies",
+        ),
         ([{"a": 1}], r":1: got a record with keys 'a'; wanted .*chat_pairs.*ultrafeedback"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
         ([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}], r":1: chosen: .*'assistant'"),

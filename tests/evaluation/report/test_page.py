@@ -169,6 +169,8 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
         {"step": 2, "validation-held/accuracy": 0.7, "validation-held/length_correlation": 0.25},
         {"step": 2, "validation-held/longer_reply_accuracy": 0.6},
         {"step": 2, "validation-held/reward_mean/reward": 0.1},
+        {"step": 2, "validation-held/step_position/1/labels": 7},
+        *({"step": 2, f"validation-held/by_{kind}/x/loss": 1} for kind in ("source", "principle")),
     ]
     write(run / "metrics.jsonl", *rows)
     content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
@@ -185,6 +187,7 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
     reward_mean = find_metric("reward_mean")
     assert reward_mean is not None
     assert reward_mean.meaning in content
+    assert not re.search(">(step_position|by_)", content)
 
 
 def test_page_says_why_there_is_no_temperature(tmp_path: Path) -> None:
@@ -370,6 +373,17 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.jsonl")
     error = refusal(ConfigError, run_report, report_parser().parse([path, f"--output={path}"]))
     assert error == f"output: {path} is a file to draw. Name another"
+
+
+def test_report_of_an_evaluation_ignores_the_data_file_of_its_name(tmp_path: Path) -> None:
+    results, data = tmp_path / "a.json", {"prompt": "x", "chosen": "y", "rejected": "z"}
+    results.write_text('{"metrics": {"accuracy": 0.5}}')
+    rewards = write(tmp_path / "a.jsonl", data)
+    assert read_report(results).predictions == {}
+    results.write_text(json.dumps([data]))
+    write(rewards, *pair_rows(3))
+    report = read_report(rewards)
+    assert (list(report.predictions), report.metrics) == (["a"], {})
 
 
 def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:

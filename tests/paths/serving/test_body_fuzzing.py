@@ -7,7 +7,7 @@ import gzip
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,19 @@ from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.partial_requests import Split, split_texts, split_tokens
+from nemo_aligner.serving.client.partial_requests import (
+    PartialRequest,
+    Split,
+    encode_rows,
+    split_texts,
+    split_tokens,
+)
 from nemo_aligner.serving.client.reward import OnError, RowCollector
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
 from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
 from nemo_aligner.serving.front.models import HostedModel
-from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
+from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
 from tests.harness.contracts import Contracts
@@ -184,13 +190,9 @@ class Engine:
         return FEW_ROWS, 1
 
     async def infer(
-        self,
-        encode: Callable[[], kserve_body.Tensors],
-        rows: int,
-        is_probe: bool = False,
-        prefix: bytes | None = None,
+        self, part: PartialRequest, marks: Collection[str] = (), prefix: bytes | None = None
     ) -> ScoredRows:
-        inputs = encode()
+        inputs = encode_rows(part)
         try:
             outputs = await self._endpoint.answer(inputs)
         except Exception as error:
