@@ -6,7 +6,8 @@
 #   OLD_FLAGS=1 bash openrlhf_grpo.sh  # 0.9.2 to 0.9.10: flags without sections
 #
 # The policy and the reward model must have the same chat template, because OpenRLHF sends texts.
-# Without refused_reward, a reply that the reward model cannot score ends the run.
+# Without refused_reward, a reply that the reward model cannot score ends the run. That includes
+# texts longer than its seq_length (GET /v1/contract), so keep --data.max_len at most as large.
 # A line of prompts.jsonl is {"messages": [{"role": "user", "content": "What is red?"}]}.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/get_reward

@@ -240,7 +240,7 @@ class _Leader:
             "docs/protocols.md" if token is not None else f"{url}/docs"
         )  # the page is open because a browser sends no token
         if any(service.scoring is not None for service in services):
-            print(f"All protocols are at this URL; {page} lists them", flush=True)
+            print(f"All protocols are at this port; {page} lists their paths", flush=True)
         if token is not None:
             print(
                 "Requests need the bearer token of server.token_file or token_variable", flush=True

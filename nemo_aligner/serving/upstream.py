@@ -155,8 +155,8 @@ class UpstreamService(ScoringService):
         for url, reason in states.items():
             if reason is not None:
                 print(
-                    f"Warning: {url}: {one_line(reason)}; requests get status 503 while no "
-                    "backend answers (GET /ready lists which backends answer)",
+                    f"Warning: {url}: {one_line(reason)}; while no backend answers, requests wait "
+                    "gateway.retry_s, and then get status 503 (GET /ready lists the backends)",
                     flush=True,
                 )
 

@@ -89,7 +89,7 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{started.url}/ready", timeout=10)
         refused = "connection refused: no server listens there"
-        warning = f"Warning: {lone.url}: {refused}; requests get status 503"
+        warning = f"Warning: {lone.url}: {refused}; while no backend answers, requests wait"
         assert eventually(lambda: warning in started.output())
         begun = time.monotonic()
         status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})

@@ -108,13 +108,14 @@ def test_text_in_another_template_is_counted_logged_and_marked(
             answer = call(app, path, body)
             assert (answer.status, answer.headers["x-foreign-template-rows"]) == (200, row), path
         assert rows_counted(app, path, "foreign_template") == 2, path
-    # One warning per kind of fault, because a run has millions of samples.
+    # One warning per kind of fault and power of ten, because a run has millions of samples.
     unended = "<s>user: a|no reply"
     for _ in range(2):
         assert call(app, "/v1/rewards", {"texts": [unended]}).status == 200
-    begins, lacks = capsys.readouterr().out.splitlines()
+    begins, tenth, lacks = capsys.readouterr().out.splitlines()
+    assert tenth.endswith(". It is the 10th of its kind; the 100th is logged next")
     assert begins.startswith("Warning: /v1/rewards, row 1: it begins with '[INST] a [/INST] b'")
-    assert begins.endswith(". Further such samples are only counted (foreign_template in /metrics)")
+    assert begins.endswith(". It is the first of its kind; the 10th is logged next")
     assert lacks.startswith("Warning: /v1/rewards, row 0: it has no ")
     assert len(begins) < 240
     assert call(app, "/classify", {"text": [OTHER]}).headers["x-foreign-template-rows"] == "0"
@@ -151,7 +152,7 @@ def test_rejected_sample_gets_the_reward_that_is_set_for_it(
     """On the routes of trainers that need a number for each sample; their log has the reason."""
     app = make(FakeClient(), refused_reward=-5.0)
     some = call(app, "/get_reward", {"query": ["a", "", "b", ""]})
-    names = ("reward_sum", "reward_minus", "truncated", "refused")
+    names = ("reward_sum", "reward_minus", "cut_to_seq_length", "foreign_template", "refused")
     assert some.json["rewards"] == some.json["scores"] == [48.5, -5.0, 49.0, -5.0]
     assert list(some.json["extra_logs"]) == [*names]
     assert some.json["extra_logs"]["reward_minus"] == [-97.0, -5.0, -98.0, -5.0]
@@ -170,7 +171,7 @@ def test_rejected_sample_gets_the_reward_that_is_set_for_it(
     empty = "the text is empty"
     assert lines == [
         f"Warning: {path}: a sample without a reward gets -5 (refused_reward): row {row}: {reason}."
-        " Further ones are not logged"
+        " It is the first of its kind; the 10th is logged next"
         for path, row, reason in (
             ("/get_reward", 1, empty),
             ("/remote_rm", 0, empty),
@@ -197,7 +198,7 @@ def test_comparisons_have_the_row_numbers_of_the_request() -> None:
     assert inserted.comparisons == [{**pair, "response_i": 1, "response_j": 3}]
 
 
-def test_rejected_request_is_logged_once_for_each_path_and_status(
+def test_rejected_request_is_logged_by_path_and_status_with_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """OpenRLHF shows only the status of an error answer, so the log has to say what is wrong."""
@@ -208,15 +209,26 @@ def test_rejected_request_is_logged_once_for_each_path_and_status(
         call(app, "/remote_rm", {"prompt": "a"})
         call(app, "/", {"query": ["a"]})
         call(app, "/get_rewards", {"query": ["a"]})
+        call(app, "/v1/rewards", {"query": ["a"], "labels": [""]})
         call(app, "/get_reward")
-    ends = "Further ones are not logged"
-    assert capsys.readouterr().out.splitlines() == [
-        f"Warning: /get_reward: rejected (HTTP 400): row 1: the text is empty. {ends}",
+    ends, last = (
+        "It is the first of its kind; the 10th is logged next",
+        "Further ones are not logged",
+    )
+    lines = capsys.readouterr().out.splitlines()
+    unknown = lines[4]
+    assert unknown.startswith("Warning: /v1/rewards: rejected (HTTP 400): query: unknown field")
+    assert unknown.endswith(f". A body with these fields belongs to /get_reward. {ends}")
+    assert lines == [
+        f"Warning: /get_reward: rejected (HTTP 400): row 1: the text is empty. With "
+        f"gateway.refused_reward the sample would get that reward. {ends}",
         "Warning: /remote_rm: rejected (HTTP 400): response: required, but missing. " + ends,
-        "Warning: '/': rejected (HTTP 404): this server has no such path. GET /docs lists all "
-        f"paths. {ends}",
+        "Warning: '/': rejected (HTTP 404): this server has no such path. Rewards are at "
+        "/v1/rewards, and at a trainer's own path, such as /get_reward (OpenRLHF) or /remote_rm "
+        f"(slime). GET /docs lists all paths. {last}",
         "Warning: '/get_rewards': rejected (HTTP 404): this server has no such path; did you "
-        f"mean /get_reward? GET /docs lists all paths. {ends}",
+        f"mean /get_reward? GET /docs lists all paths. {last}",
+        unknown,
         f"Warning: /get_reward: rejected (HTTP 405): got GET, wanted POST. {ends}",
     ]
     secret = make(token="secret")
@@ -270,7 +282,7 @@ def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
         answers[path] = answer.json
         assert "x-truncated-rows" not in call(app, path, GOOD[path]).headers, path
     assert answers["/v1/rewards"]["truncated"] == [False, True]
-    assert answers["/get_reward"]["extra_logs"]["truncated"] == [0.0, 1.0]
+    assert answers["/get_reward"]["extra_logs"]["cut_to_seq_length"] == [0.0, 1.0]
     for path in ("/classify", "/pooling", "/score", "/v1/score", "/v1/classify", "/v1/embeddings"):
         first, second = answers[path]["data"]
         assert ("truncated" in first, second["truncated"]) == (False, True), path

@@ -83,6 +83,11 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     str(kind.status): {"description": text} for kind, text in _ERRORS.items()
 }
 
+_REWARD_PATHS = (
+    "Rewards are at /v1/rewards, and at a trainer's own path, such as /get_reward (OpenRLHF) or "
+    "/remote_rm (slime)."
+)
+
 
 class Front:
     """ASGI application that serves KServe endpoints and the protocols of scoring services.
@@ -241,8 +246,9 @@ class Front:
         return respond(refusal)
 
     def _build_app(self) -> FastAPI:
+        all_routes = [route for routes in self._routes.values() for route in routes]
         app = _App(
-            [route for routes in self._routes.values() for route in routes],
+            all_routes,
             title="nemo_aligner",
             version=nemo_aligner.__version__,
             description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
@@ -269,6 +275,7 @@ class Front:
                     self.metrics,
                     self._bodies,
                     self._notices,
+                    all_routes,
                 ).handle,
                 methods=["POST"],
                 summary=summary,
@@ -296,7 +303,7 @@ class Front:
     async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
         prefix, path = request.scope.get("root_path", ""), _route_path(request)
         near = suggestion(path, self._methods)
-        meant = f"; did you mean {prefix}{near}?" if near else "."
+        meant = f"; did you mean {prefix}{near}?" if near else f". {_REWARD_PATHS}"
         reason = f"this server has no such path{meant} GET /docs lists all paths"
         self._notices.note_unknown_path(shown(_logged_path(request)), reason)
         return respond(HttpAnswer(404, {"detail": f"{shown(prefix + path)}: {reason}"}))

@@ -38,8 +38,10 @@ class RouteHandler:
         metrics: FrontMetrics,
         bodies: RequestBodies,
         notices: RequestNotices,
+        all_routes: Sequence[Route[Any]],
     ) -> None:
         self._route, *self._others = routes
+        self._all_routes = all_routes
         self._models, self._config, self._metrics = models, config, metrics
         self._bodies, self._notices = bodies, notices
 
@@ -53,7 +55,7 @@ class RouteHandler:
         return response
 
     async def _answer(self, request: Request, reader: BodyReader) -> tuple[HostedModel, Response]:
-        route, body, size = self._route, None, 0
+        route, body, content, size = self._route, None, b"", 0
         of_path = model_of(request)
         model = self._models.choose(None, of_path)
         try:
@@ -71,11 +73,27 @@ class RouteHandler:
             return model, response
         except Exception as error:
             failure = public_failure(error)
+        if body is None:
+            failure = await call_by_size(size, self._name_other_route, failure, content)
         # An error answer may repeat the whole body, so if that is large, build it in a thread.
         response = await call_by_size(size, _refuse, route, failure, body)
         path = model.name_route(route.path)
-        self._notices.note_rejection(path, response.status_code, failure.message)
+        advice = ""
+        if failure.row is not None and route.takes_refused_reward:
+            advice = (
+                f". With {self._config.section}.refused_reward the sample would get that reward"
+            )
+        self._notices.note_rejection(path, response.status_code, failure.message + advice)
         return model, response
+
+    def _name_other_route(self, failure: RequestError, content: bytes) -> RequestError:
+        """Add to the failure of an unreadable body the route that has such fields, if one has."""
+        names = set(_field_names(content))
+        fitting = [route for route in self._all_routes if _takes_fields(route, names)]
+        if not fitting or self._route in fitting:
+            return failure
+        text = f"{failure.message}. A body with these fields belongs to {fitting[0].path}"
+        return RequestError(text, failure.kind, failure.retry_after_s, failure.row)
 
     def _choose_route(self, content: bytes) -> tuple[Route[Any], Any]:
         """Choose which protocol's route a body belongs to, if several protocols share its path.
@@ -231,6 +249,13 @@ def _refuse(route: Route[Any], failure: RequestError, body: Any) -> Response:
 
 def _respond(route: Route[Any], body: Any, scored: ScoredRows, served: Served) -> Response:
     return respond(HttpAnswer(200, route.answer(body, scored, served), row_headers(scored)))
+
+
+def _takes_fields(route: Route[Any], names: set[str]) -> bool:
+    """Tell if a body with the fields ``names`` has all that the route needs, and no others."""
+    fields = route.request.model_fields
+    required = {name for name, field in fields.items() if field.is_required()}
+    return bool(required) and required <= names <= fields.keys()
 
 
 def _field_names(content: bytes) -> Collection[str]:

@@ -4,8 +4,12 @@ OpenRLHF's trainer (0.11: ``openrlhf/utils/agent.py``; its own server: ``openrlh
 sends ``query``, raw texts of prompt and reply in the policy's chat template. It also sends
 ``prompts`` and ``labels``, which are ignored. A query is scored unchanged, unless it ends with the
 policy's end-of-turn token: then it is completed with the text that the model's chat template writes
-after that token. The trainer filters prompts by ``scores`` of the answer, and logs its
-``extra_logs``.
+after that token. The trainer filters prompts by ``scores`` of the answer.
+
+It also logs the means of ``extra_logs``. They have a number for each query: ``cut_to_seq_length``
+is 1 for a query that was cut to the model's length, ``foreign_template`` for one that is not in the
+model's chat template, and ``refused`` for one that got ``refused_reward``; ``reward_NAME`` is an
+attribute. The trainer's own metric ``truncated`` is about replies that it cut off itself.
 
 A query that cannot be scored gets the reward ``refused_reward`` of the server's settings. If that
 is null, it is an HTTP 400: the trainer sends it five times, and then ends with an error that does
@@ -53,10 +57,7 @@ def read(body: GetRewardRequest) -> ScoreRequest:
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer: rewards, and ``extra_logs`` with truncation and attributes.
-
-    With ``refused_reward``, ``refused`` in the logs is 1 for a query that got it.
-    """
+    """Build the answer: rewards, and ``extra_logs``."""
     rewards = scored.rewards
     merged = served.fill_refused(np.array(served.one_reward(rewards)), scored)
     several = served.attributes if rewards.shape[1] > 1 else ()
@@ -66,9 +67,11 @@ def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[s
         f"reward_{name}": served.fill_refused(rewards[:, column], scored)
         for column, name in enumerate(several)
     }
-    logs["truncated"] = scored.exceeded.astype(float).tolist()
+    marks = {"cut_to_seq_length": scored.exceeded, "foreign_template": scored.foreign_template}
     if served.refused_reward is not None:
-        logs["refused"] = np.isin(np.arange(len(rewards)), [*scored.errors]).astype(float).tolist()
+        marks["refused"] = np.isin(np.arange(len(rewards)), [*scored.errors])
+    for name, mask in marks.items():
+        logs[name] = (np.zeros(len(rewards)) if mask is None else mask.astype(float)).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 
 

@@ -335,14 +335,14 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
     one = OPENRLHF.answer(
         request, scored([1.5], [-2.0]), Served("reward_model", ("reward",), (1.0,))
     )
-    logged = {"truncated": [0.0, 0.0]}
+    logged = {"cut_to_seq_length": [0.0, 0.0], "foreign_template": [0.0, 0.0]}
     assert one == {"rewards": [1.5, -2.0], "scores": [1.5, -2.0], "extra_logs": logged}
     # Several attributes are merged to one reward, and each is logged.
     served = Served("reward_model", ("helpful", "long"), (1.0, 0.25))
     two = OPENRLHF.answer(request, scored([1.5, 2.0]), served)
     assert two["rewards"] == two["scores"] == [2.0]
     columns = {"reward_helpful": [1.5], "reward_long": [2.0]}
-    assert two["extra_logs"] == {**columns, "truncated": [0.0]}
+    assert two["extra_logs"] == {**columns, "cut_to_seq_length": [0.0], "foreign_template": [0.0]}
     refused = OPENRLHF.refuse(RequestError("row 1: empty", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: empty"})
 
