@@ -2,9 +2,9 @@
 
 The files are training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml in NeMo-Aligner's folder
 examples/nlp/gpt/conf; keys that only their earlier versions have are translated, too. ``load.py``
-applies the rules to every settings file and command line, and
-``docs/migration/nemo_aligner_keys.md`` shows them. No key is dropped silently: each key is
-translated, rejected with a reason, or reported in a note as ignored.
+applies the rules to every settings file and command line, and docs/migration/nemo_aligner_keys.md
+shows them. No key is dropped silently: each key is translated, rejected with a reason, or reported
+in a note as ignored.
 """
 
 from __future__ import annotations
