@@ -122,7 +122,10 @@ def plan_parser() -> Parser:
     parser = Parser("plan", _PLAN)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
-        "--config", type=Path, metavar="FILE", help="a model_config.yaml or a .nemo archive"
+        "--config",
+        type=Path,
+        metavar="MODEL",
+        help="a .nemo archive, Hugging Face folder, hub name, .gguf file or model_config.yaml",
     )
     model.add_argument(
         "--params", metavar="SIZE", help=f"a Llama of this size: {', '.join(PRESETS)}"

@@ -500,7 +500,7 @@ class ModelConfig(LayoutConfig):
         Recompute.none, "which activations to recompute in the backward pass"
     )
     activations_checkpoint_num_layers: int | None = setting(
-        None, "with full: recompute only a stage's first N unfrozen layers; null: all"
+        None, "with full: recompute a stage's first N layers with a backward; null: all"
     )
     activations_offload: bool = setting(
         False, "keep activations for the backward pass in host memory"

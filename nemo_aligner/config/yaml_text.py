@@ -6,6 +6,7 @@ files and fields may look like these values, so the text of settings of type str
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -24,6 +25,8 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 _NULLS = ("", "~", "null", "Null", "NULL")
 # A YAML anchor may contain itself, so recursion needs a limit.
 _MAX_DEPTH = 20
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
@@ -75,7 +78,7 @@ def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
     try:
         node = loader.get_single_node()
     except yaml.YAMLError as error:
-        if "${" not in text:
+        if "${" not in _QUOTED.sub("", text):
             raise
         raise ConfigError(
             "got an item with ${...} without quotes, in which YAML reads { as the start of a "

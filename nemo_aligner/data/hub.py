@@ -50,11 +50,9 @@ def local_file(path: str) -> str:
         DataError: there is no such data set or split, or the hub cannot be reached.
     """
     named = _NAME.fullmatch(path)
-    if named is None or not looks_like_data_set(path) or Path(path).exists():
+    if named is None or not is_data_set_name(path):
         return path
     name, subset, split = named[1], named[2], named[3] or _DEFAULT_SPLIT
-    if Path(name).parent.is_dir():
-        return path
     # The hub allows no double hyphen in a name, and MLflow few characters in that of a metric.
     parts = [*name.split("/"), *([] if subset is None else [subset]), split]
     file = cache_folder() / "data" / f"{'--'.join(parts)}.jsonl"
@@ -62,9 +60,15 @@ def local_file(path: str) -> str:
     return str(cached_file(file, described, partial(_download, name, subset, split)))
 
 
-def looks_like_data_set(text: str) -> bool:
-    """Tell if ``text`` has the form of a hub data set's name, and not the ending of a file."""
-    return bool(_NAME.fullmatch(text)) and not text.endswith(_OF_FILES)
+def is_data_set_name(path: str) -> bool:
+    """Tell if ``path`` means a data set of the hub.
+
+    A path whose parent folder exists is a misspelled path, for which the hub is not queried.
+    """
+    named = _NAME.fullmatch(path)
+    if named is None or path.endswith(_OF_FILES) or Path(path).exists():
+        return False
+    return not Path(named[1]).parent.is_dir()
 
 
 def _describe(name: str, subset: str | None, split: str) -> str:

@@ -30,15 +30,16 @@ from nemo_aligner.batch.cache_use import CachedPrefix, Stored
 from nemo_aligner.batch.packed import Group, LabelColumns, PackedBatch, Records, Tokens
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.tokenize import common_prefix
+from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.errors import DataError
 
 # Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget. It
 # bounds the time of attention, where a GPU kernel reads these keys one after the other.
 _KEYS_PER_TOKEN = 8
-# The same limit without cached prefixes. It bounds memory, because a GPU copies the keys and values
-# of a shared prefix for each of its samples: 4 KiB a key with 8 groups of 128 channels in bf16, so
-# up to 1 GiB for a budget of 8192. It is higher, because a prefix that is not cached is computed
-# again in each pack that a group is split into; a group of up to 31 samples is never split.
+# The same limit without cached prefixes, on GPUs, for memory: attention copies the keys and values
+# of a shared prefix for each sample: 4 KiB a key (8 groups of 128 channels, bf16). It is larger,
+# because every pack that a group is split into computes the prefix. Up to 31 samples are not split,
+# and neither are the samples of a record (``pack_records``).
 _UNCACHED_KEYS_PER_TOKEN = 32
 # Number of records that ``largest_record`` compares at a time, to bound its memory.
 _RECORDS_AT_ONCE = 1 << 18
@@ -227,8 +228,15 @@ def pack_sequences(
                 f"sequence {index} has {len(sequence)} tokens; a micro-batch takes 1 to "
                 f"{micro_batch_tokens} (model.micro_batch_tokens)"
             )
-    groups = find_prefix_groups(sequences, micro_batch_tokens, None, length_dependent_rope)
+    groups = find_prefix_groups(
+        sequences, micro_batch_tokens, None, length_dependent_rope, attention_copies_keys()
+    )
     return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
+
+
+def attention_copies_keys() -> bool:
+    """Tell if attention copies the keys of a shared prefix for each sample, as it does on GPUs."""
+    return current_device().type == "cuda"
 
 
 def pack_groups(
@@ -276,19 +284,14 @@ class PrefixGroup:
         size: number of tokens to compute, with the prefix counted once.
         cached: tokens before the prefix whose keys and values an earlier batch has left in the
             cache; None if there are none.
+        weight: number of tokens that the group takes from a pack's budget (``_measure_weight``).
     """
 
     members: list[int]
     prefix: int
     size: int
-    cached: CachedPrefix | None = None
-
-    @property
-    def weight(self) -> int:
-        """Number of tokens that the group takes from a pack's budget (``_measure_weight``)."""
-        return _measure_weight(
-            self.size, len(self.members), self.prefix, _count_cached(self.cached)
-        )
+    cached: CachedPrefix | None
+    weight: int
 
     @property
     def in_pack(self) -> Group:
@@ -303,13 +306,16 @@ def _count_cached(cached: CachedPrefix | None) -> int:
     return 0 if cached is None else len(cached.slots)
 
 
-def _measure_weight(size: int, members: int, prefix: int, cached: int) -> int:
+def _measure_weight(size: int, members: int, prefix: int, cached: int, copies_keys: bool) -> int:
     """Measure how much of a pack's budget a group takes, in tokens.
 
     The result is the number of tokens to compute, ``size``. Attention also gathers the keys of the
-    prefix for each of the ``members``, so the result is at least the number of keys divided by
-    ``_KEYS_PER_TOKEN``, or without ``cached`` tokens by ``_UNCACHED_KEYS_PER_TOKEN``.
+    prefix for each of the ``members``, so with ``cached`` tokens the result is at least the number
+    of keys divided by ``_KEYS_PER_TOKEN``, and without, if it ``copies_keys``, divided by
+    ``_UNCACHED_KEYS_PER_TOKEN``.
     """
+    if not cached and not copies_keys:
+        return size
     keys = size + members * (cached + prefix) + cached
     return max(size, keys // (_KEYS_PER_TOKEN if cached else _UNCACHED_KEYS_PER_TOKEN))
 
@@ -319,6 +325,7 @@ def find_prefix_groups(
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
     length_dependent_rope: Callable[[int], int] = uniform_rope,
+    copies_keys: bool = False,
 ) -> list[PrefixGroup]:
     """Group sequences with long common prefixes, with at most ``budget`` tokens in a group.
 
@@ -332,12 +339,16 @@ def find_prefix_groups(
         length_dependent_rope: maps the length of a sequence to the number of its RoPE
             (``ModelShape``), for models such as LongRoPE. The members of a group have the same
             RoPE, because hidden states of a shared prefix depend on it.
+        copies_keys: True to also limit the keys of groups without a cached prefix, for packs whose
+            attention copies them.
     """
     ordered = _Ordered.of(sequences, cached, length_dependent_rope)
-    return [
-        PrefixGroup(members, prefix, size, ordered.cached[members[0]])
-        for members, prefix, size in ordered.runs(budget, len(sequences))
-    ]
+    groups = []
+    for members, prefix, size in ordered.runs(budget, len(sequences), copies_keys):
+        stored = ordered.cached[members[0]]
+        weight = _measure_weight(size, len(members), prefix, _count_cached(stored), copies_keys)
+        groups.append(PrefixGroup(members, prefix, size, stored, weight))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -391,7 +402,9 @@ class _Ordered:
         lengths = [len(uncached[position]) for position in positions]
         return cls(positions, lengths, common, cached)
 
-    def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
+    def runs(
+        self, budget: int, end: int, copies_keys: bool = False
+    ) -> Iterator[tuple[list[int], int, int]]:
         """Group neighbours with a shared prefix, among the sequences with an index below ``end``.
 
         Yields:
@@ -413,7 +426,7 @@ class _Ordered:
             if count * joined > (count - 1) * prefix:
                 total = size + (count - 1) * prefix + length - count * joined
                 cached = _count_cached(self.cached[position])
-                if _measure_weight(total, count + 1, joined, cached) <= budget:
+                if _measure_weight(total, count + 1, joined, cached, copies_keys) <= budget:
                     members.append(position)
                     prefix, size, common = joined, total, length
                     continue
@@ -426,12 +439,11 @@ class _Ordered:
     def fits(self, budget: int, end: int) -> bool:
         """True if the sequences with an index below ``end`` fit into a pack of ``budget`` tokens.
 
-        Shared prefixes are counted once, up to the limit of keys (``_measure_weight``).
+        Shared prefixes are counted once.
         """
         total = 0
-        for members, prefix, size in self.runs(budget, end):
-            cached = _count_cached(self.cached[members[0]])
-            total += _measure_weight(size, len(members), prefix, cached)
+        for _, _, size in self.runs(budget, end):
+            total += size
             if total > budget:
                 return False
         return True

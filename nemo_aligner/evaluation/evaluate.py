@@ -371,7 +371,7 @@ def evaluate_file(
     reader: ReaderConfig = _DEFAULT_READER,
     *,
     swapped: bool = False,
-    restyles: bool = False,
+    needs_marked_replies: bool = False,
 ) -> EvalResult:
     """Evaluate a source on a file, by the rules of its scoring contract; every rank calls this.
 
@@ -386,7 +386,7 @@ def evaluate_file(
         swapped: True to exchange chosen and rejected in every comparison before anything reads it.
             Accuracy must then become 1 - accuracy, otherwise the scores depend on the order of the
             replies, which is a leak.
-        restyles: True if ``check_robustness`` follows, which needs to know where replies begin.
+        needs_marked_replies: True to raise an error if no sample marks where its reply begins.
 
     Raises:
         DataError: the file cannot be read or has the wrong kind of records, more of them are
@@ -408,7 +408,7 @@ def evaluate_file(
         file = replace(file, records=[pair.swapped() for pair in pairs])
     file = keep_scorable(file, source, reader.rule)
     _check_steps(file, source)
-    if restyles:
+    if needs_marked_replies:
         check_replies_marked(_list_samples(file.records))
     scored = source.scorer.score_rows(_list_samples(file.records))
     if source.encoder is None:

@@ -249,8 +249,13 @@ def _measure(
         description["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
     if task is None:
-        restyles = config.robustness_pairs is not None
-        result = evaluate_file(source, path, reader, swapped=config.swapped, restyles=restyles)
+        result = evaluate_file(
+            source,
+            path,
+            reader,
+            swapped=config.swapped,
+            needs_marked_replies=config.robustness_pairs is not None,
+        )
     else:
         result = _measure_task(task, path, config, source, description)
     robustness = None

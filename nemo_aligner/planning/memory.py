@@ -241,7 +241,7 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
 def _frees_embedded(shape: ModelShape, plan: Plan) -> bool:
     """Return True if the embedding's output is not kept for the backward pass.
 
-    With LoRA it needs no gradient, but full recomputation gives it one.
+    With LoRA it needs no gradient, but full recomputation keeps it as the input of the first layer.
     """
     return shape.lora is not None and plan.recompute is not Recompute.full
 

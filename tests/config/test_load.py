@@ -507,6 +507,7 @@ def test_text_in_lists() -> None:
         f"{TRAIN}=[x #1.jsonl]": TRAIN,
         "model.data.data_prefix.train_weights=[a: 1]": "got [{'a': 1}], wanted [a number, ...]",
         f"{TRAIN}=['${{oc.env:NO_SUCH}}/a']": f"{TRAIN}: KeyError raised while resolving",
+        f"{TRAIN}=['${{oc.env:HOME}}/a', b": "while parsing a flow sequence",
         f"{TRAIN}=${{model.seed}}": f"{TRAIN}: got 1234, wanted [text, ...]",
         f"{NAMES}=['']": f"{NAMES}: got [''], wanted names, none of them empty",
     }

@@ -257,8 +257,8 @@ def test_taken_are_as_many_of_the_oldest_as_fit() -> None:
     assert count_fitting([], 3) == 0
     assert count_fitting([[1, 2], [3, 4], [5]], 4) == 2
     # The shared prompt is counted once.
-    waiting = [[*range(100), 200 + n] for n in range(30)]
-    assert (count_fitting(waiting, 120), count_fitting(waiting, 130)) == (20, 30)
+    waiting = [[*range(100), 200 + n] for n in range(50)]
+    assert (count_fitting(waiting, 120), count_fitting(waiting, 150)) == (20, 50)
 
 
 def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
@@ -285,15 +285,19 @@ def test_prefix_groups_read_no_more_cached_keys_than_a_pack_may() -> None:
     assert [len(group.members) for group in find_prefix_groups(sequences, 300)] == [12]
 
 
-def test_many_samples_of_an_uncached_prefix_are_split_by_the_keys_that_are_copied() -> None:
+def test_many_samples_of_an_uncached_prefix_are_split_by_the_keys_that_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At most 32 times the budget. Up to 31 samples stay together, whatever their prefix."""
+    short = [[*range(200), 300 + n] for n in range(100)]
+    assert [len(pack.rows) for pack in pack_sequences(short, 400)] == [100]  # a CPU copies none
+    monkeypatch.setattr("nemo_aligner.data.packing.attention_copies_keys", lambda: True)
     for count, budget, members in ((31, 231, [31]), (100, 400, [62, 38])):
         sequences = [[*range(200), 300 + n] for n in range(count)]
-        groups = find_prefix_groups(sequences, budget)
+        groups = find_prefix_groups(sequences, budget, copies_keys=True)
         assert [len(group.members) for group in groups] == members
         packs = pack_sequences(sequences, budget)
         assert sorted((len(pack.rows) for pack in packs), reverse=True) == members
-        assert count_fitting(sequences, budget) == members[0]
 
 
 def test_largest_record_is_the_first_of_most_tokens() -> None:

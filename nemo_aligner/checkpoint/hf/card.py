@@ -9,13 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from nemo_aligner.checkpoint.conversion_cache import looks_like_hub_name
+from nemo_aligner.checkpoint.conversion_cache import is_hub_name
 from nemo_aligner.checkpoint.hf.heads import LINEAR
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.checkpoint.run_folder import MODEL_NAME, RUN_STATE_NAME
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.data.hub import looks_like_data_set
+from nemo_aligner.data.hub import is_data_set_name
 
 
 def model_card(
@@ -128,14 +128,14 @@ def _describe_training(
         return
     settings, samples = states[-1]["config"], states[-1]["consumed_samples"]
     base = settings["pretrained_checkpoint"]["restore_from_path"]
-    base = base if looks_like_hub_name(base) else Path(base).name
+    base = base if is_hub_name(base) else Path(base).name
     if "data" not in settings["model"]:
         yield f"- a critic of PPO: values trained from `{base}`, on {samples} sequences of rollouts"
         return
     for part in ("train", "validation"):
         paths = settings["model"]["data"]["data_prefix"][part]
         names = ", ".join(
-            f"`{path if looks_like_data_set(path) else Path(path).name}`" for path in paths
+            f"`{path if is_data_set_name(path) else Path(path).name}`" for path in paths
         )
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -351,15 +352,25 @@ def _load_tokenizer(name: str) -> Any:
 
     ``tokenizer.json`` is run as it is, as in transformers 4 and in a conversion. Some classes of
     transformers 5, such as its LlamaTokenizer, replace the normalizer and pre-tokenizer in it, so
-    they are used only if there is no such file.
+    they are used only if there is no such file, and for the BOS and EOS that only a class defines,
+    as that of GPT-2 does.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     has_rules = (find_or_download(name, TOKENIZER_FILES) / "tokenizer.json").is_file()
     try:
-        return load_pretrained(PreTrainedTokenizerFast if has_rules else AutoTokenizer, name)
+        tokenizer = load_pretrained(PreTrainedTokenizerFast if has_rules else AutoTokenizer, name)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {_NOT_LOADED}{error}") from error
+    missing = [key for key in ("bos_token", "eos_token") if getattr(tokenizer, key) is None]
+    if missing:
+        with suppress(CheckpointError):  # a class whose code is in the checkpoint
+            of_class = load_pretrained(AutoTokenizer, name)
+            for key in missing:
+                token = getattr(of_class, key)
+                if token is not None and token in tokenizer.get_vocab():
+                    setattr(tokenizer, key, token)
+    return tokenizer
 
 
 def _freeze_dates(tokenizer: Any) -> Any:

@@ -29,7 +29,14 @@ from nemo_aligner.evaluation.report.figures import (
 )
 from nemo_aligner.evaluation.report.heldout_sections import render_longer_baseline
 from nemo_aligner.evaluation.report.run_report import RunReport, compute_shares
-from nemo_aligner.metrics.table import OF_PARTS, Better, better_values, find_metric
+from nemo_aligner.metrics.table import (
+    BY_PRINCIPLE,
+    OF_PARTS,
+    POSITION,
+    Better,
+    better_values,
+    find_metric,
+)
 from nemo_aligner.utils.console import show_bytes, show_number
 
 VALIDATION = "validation-"
@@ -211,9 +218,7 @@ def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> Page
     notes = [line for report in reports for line in _list_drawn_sets(report, len(reports) > 1)]
     header = ["", *(report.name for report in reports)]
     tables = [PageTable(header, rows), *_build_versions(reports)]
-    metrics = _build_metrics_table(reports)
-    if metrics.rows:
-        tables.append(metrics)
+    tables += _build_metrics_tables(reports)
     return PageSection("summary", "Summary", tables=tables, notes=notes)
 
 
@@ -319,7 +324,8 @@ def _count_records(predictions: Predictions) -> int:
     return len(records if predictions.is_rated else set(records))
 
 
-def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
+def _build_metrics_tables(reports: Sequence[RunReport]) -> Iterator[PageTable]:
+    """Yield tables of the metrics of whole data sets, and of each principle or position."""
     columns: dict[str, dict[str, str]] = {}
     for report in reports:
         for name in list_validation_sets(report):
@@ -327,17 +333,26 @@ def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
             columns[title] = _format_metrics(_get_last_metrics(report, f"{name}/"))
         if report.metrics:
             columns[report.name] = _format_metrics(report.metrics)
-    names = [
-        name
-        for name in dict.fromkeys(name for column in columns.values() for name in column)
-        if not name.startswith(OF_PARTS)
-    ]
-    rows = [
-        [name, *(column.get(name, "") for column in columns.values()), _find_meaning(name)]
-        for name in names
-    ]
-    header = ["", *columns, "meaning"]
-    return PageTable(header, rows, "Metrics of the last validation, or of the evaluation")
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    # Sources are in a chart, and positions next to held-out rewards, if there are any.
+    has_rewards = any(report.predictions for report in reports)
+    parts = (BY_PRINCIPLE,) if has_rewards else (BY_PRINCIPLE, POSITION)
+    for title, chosen in (
+        (
+            "Metrics of the last validation, or of the evaluation",
+            [name for name in names if not name.startswith(OF_PARTS)],
+        ),
+        (
+            "Metrics of each principle, and of each position of a step",
+            [name for name in names if name.startswith(parts)],
+        ),
+    ):
+        rows = [
+            [name, *(column.get(name, "") for column in columns.values()), _find_meaning(name)]
+            for name in chosen
+        ]
+        if rows:
+            yield PageTable(["", *columns, "meaning"], rows, title)
 
 
 def _get_last_metrics(report: RunReport, prefix: str) -> dict[str, float | None]:

@@ -37,6 +37,7 @@ from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import (
     PrefixGroup,
     SequenceReads,
+    attention_copies_keys,
     find_prefix_groups,
     pack_groups,
     uniform_rope,
@@ -448,7 +449,13 @@ class PrefixCache:
                     )
                     tables.append((manager, table, reads[member]))
             prefixes = dict(zip(members, _cached_prefixes(member_tables), strict=True))
-            groups = self._find_groups(sequences, self._budget, prefixes)
+            groups = find_prefix_groups(
+                sequences,
+                self._budget,
+                prefixes,
+                self._length_dependent_rope,
+                attention_copies_keys(),
+            )
             size = sum(group.size for group in groups)
             self._computed_tokens[replica] += size
             num_computed += size
@@ -464,13 +471,11 @@ class PrefixCache:
 
         return CallPlan(packs, num_computed, num_cached, cached_outputs, keep)
 
-    def _find_groups(
-        self,
-        sequences: Sequence[np.ndarray],
-        budget: int,
-        cached: Mapping[int, CachedPrefix | None] | None = None,
-    ) -> list[PrefixGroup]:
-        return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
+    def _find_groups(self, sequences: Sequence[np.ndarray], budget: int) -> list[PrefixGroup]:
+        """Group sequences as if none of them had a cached prefix."""
+        return find_prefix_groups(
+            sequences, budget, length_dependent_rope=self._length_dependent_rope
+        )
 
     def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
         """Return the tokens of a sequence that may be cached, and one more token.

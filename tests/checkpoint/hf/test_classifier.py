@@ -89,6 +89,20 @@ def test_a_tokenizer_runs_its_rules_and_no_code(folder: Path, tmp_path: Path) ->
     assert not ran.exists()
 
 
+def test_bos_and_eos_that_only_the_class_of_a_tokenizer_defines_are_used(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    kept = {key: value for key, value in settings.items() if not key.endswith("_token")}
+    path.write_text(json.dumps({**kept, "tokenizer_class": "GPT2Tokenizer"}))
+    rules = tmp_path / "tokenizer.json"
+    rules.write_text(rules.read_text().replace("</s>", "<|endoftext|>"))
+    tokenizer = load(tmp_path).tokenizer
+    assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
+
+
 @pytest.mark.parametrize("pad_id", [None, -1])
 def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path, pad_id: int | None) -> None:
     tiny.write_hf_reward_model(tmp_path, labels=2)

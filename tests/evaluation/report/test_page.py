@@ -187,7 +187,9 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
     reward_mean = find_metric("reward_mean")
     assert reward_mean is not None
     assert reward_mean.meaning in content
-    assert not re.search(">(step_position|by_)", content)
+    of_sets, of_parts = content.split("Metrics of each principle")
+    assert not re.search(">(step_position|by_)", of_sets)
+    assert re.findall(">((?:step_position|by_)[^<]*)", of_parts) == ["by_principle/x/loss"]
 
 
 def test_page_says_why_there_is_no_temperature(tmp_path: Path) -> None:
