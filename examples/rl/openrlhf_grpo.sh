@@ -7,7 +7,8 @@
 #
 # The policy and the reward model must have the same chat template, because OpenRLHF sends texts.
 # Without refused_reward, a reply that the reward model cannot score ends the run. That includes
-# texts longer than its seq_length (GET /v1/contract), so keep --data.max_len at most as large.
+# texts longer than its seq_length (GET /v1/contract), unless it truncates them: keep
+# --data.max_len at most as large.
 # A line of prompts.jsonl is {"messages": [{"role": "user", "content": "What is red?"}]}.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/get_reward

@@ -59,7 +59,7 @@ async def compute_score(
     sample = with_tools([*prompt, {"role": "assistant", "content": solution_str}], tools)
     scored = await _client.score_rows_async([sample])
     if scored.unscored:
-        raise DataError(f"a judge or function of the gateway failed: {scored.errors[0]}")
+        raise DataError(f"the reply has no reward, and is not at fault: {scored.errors[0]}")
     if scored.errors:
         if refused_reward is None:
             raise DataError(f"the reply cannot be scored: {scored.errors[0]}. Set refused_reward")

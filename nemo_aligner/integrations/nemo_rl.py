@@ -375,16 +375,16 @@ def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
 
 
 def _check_all_judged(scored: ScoredRows) -> None:
-    """Raise ServingError if a judge or function of the gateway has failed on a sample.
+    """Raise ServingError if a judge or function failed on a sample, or tokenizing it was too slow.
 
     It is not the policy's fault, and NeMo RL cannot leave the sample out.
     """
     if scored.unscored:
         row = min(scored.unscored)
         raise ServingError(
-            f"{len(scored.unscored)} of {len(scored.rewards)} samples have no reward, because a "
-            f"part of the gateway failed; sample {row}: {scored.errors[row]}. Fix the part, and "
-            "resume the run; refused_reward is only for rejected replies"
+            f"{len(scored.unscored)} of {len(scored.rewards)} samples have no reward, and are not "
+            f"at fault; sample {row}: {scored.errors[row]}. Fix the cause, and resume the run; "
+            "refused_reward is only for rejected replies"
         )
 
 

@@ -128,7 +128,8 @@ class JudgePart:
         names = ["model", "task", "prompt", "pairs", "repeats", "principle"]
         names += ["fields"] if config.fields else []
         values = {name: getattr(config, name) for name in names}
-        self.rules = {name: getattr(value, "value", value) for name, value in values.items()}
+        rules = {name: getattr(value, "value", value) for name, value in values.items()}
+        self.rules = {**rules, "context": ["tools", "documents"]}  # what else a judge sees
 
     async def score(self, samples: Sequence[Text]) -> PartScores:
         """Score samples, with as many judgments at once as ``judge.max_connections`` allows.

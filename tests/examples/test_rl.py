@@ -91,7 +91,7 @@ def test_verl_gets_no_reward_of_a_rejected_reply_if_a_gateways_judge_has_failed(
     )
     monkeypatch.setattr(verl_reward, "_client", client)
     prompt = {"prompt": [{"role": "user", "content": "a"}]}
-    with pytest.raises(DataError, match="a judge or function of the gateway failed: judge: no"):
+    with pytest.raises(DataError, match="has no reward, and is not at fault: judge: no"):
         asyncio.run(verl_reward.compute_score("", "b", None, prompt, refused_reward=-5.0))
 
 

@@ -29,6 +29,7 @@ from nemo_aligner.serving.engine.running_calls import RunningCalls
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.failures import (
     ALL_ROWS,
+    FINAL_ROWS,
     NO_ROWS,
     REJECTED_ROWS,
     FailureKind,
@@ -206,7 +207,7 @@ def test_sample_that_never_ends_may_be_sent_again_and_others_are_answered_meanwh
             for request, aside in (
                 (ScoreRequest(texts=[chat, hang, ""]), REJECTED_ROWS),
                 (ScoreRequest(texts=[chat, hang, chat]), ALL_ROWS),
-                (ScoreRequest(texts=[hang] * 5), ALL_ROWS),
+                (ScoreRequest(texts=[hang] * 5), FINAL_ROWS),  # as a client of this package asks
             )
         ]
         await asyncio.sleep(0.05)

@@ -320,7 +320,7 @@ def check_token(token: str | None, urls: Sequence[str]) -> None:
             "letters, digits and punctuation"
         )
     for url in urls:
-        if "@" in urlsplit(url).netloc:
+        if "@" in url.partition("//")[2].partition("/")[0]:
             raise ConfigError(
                 f"url: got {hide_password(url)} with a user or password, and a token, which one "
                 "header cannot both carry; remove one of them"

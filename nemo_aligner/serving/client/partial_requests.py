@@ -27,14 +27,15 @@ _UNSENDABLE = (TypeError, ValueError, RecursionError)
 # A request of up to this many characters is encoded in the event loop. A larger one would keep it
 # from answering other requests, so it is encoded in a thread.
 _SHORT = 2**16
-# Limits of the characters of a request with several rows, and of all requests that a client has in
-# flight. Rows of a call share their prompt in memory, but each is sent with a copy of it.
-_MOST_OF_REQUEST, _MOST_IN_FLIGHT = 2**20, 2**24
+# Limit of the characters of all requests in flight to a server. Rows of a call share their prompt
+# in memory, but each is sent with a copy of it. Requests are not split for it: a gateway's judge
+# may compare the rows of a request.
+_MOST_IN_FLIGHT = 2**24
 _OF_NUMBER = 8  # estimated characters of a number, or of the punctuation of another value
 
 
 class TooManyRowsError(Exception):
-    """A request must have fewer rows; ``limit`` is the most that a server or a request takes."""
+    """No available server accepts this many rows; ``limit`` is the most that one accepts."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"at most {limit} rows")
@@ -59,29 +60,19 @@ class PartialRequest:
         return self.encode([self.items[row] for row in self.rows])
 
     async def measure(self) -> int:
-        """Estimate the characters of the encoded request.
+        """Estimate the characters of the encoded request; counting ends above the budget."""
+        num_characters = self._count_characters(_SHORT)
+        if num_characters <= _SHORT:
+            return num_characters
+        return await asyncio.to_thread(self._count_characters, _MOST_IN_FLIGHT)
 
-        Raises:
-            TooManyRowsError: several rows have more characters than one request may have.
-        """
-        count, num_characters = self._count_first_rows(_SHORT)
-        if count < len(self.rows) or num_characters > _SHORT:
-            count, num_characters = await asyncio.to_thread(
-                self._count_first_rows, _MOST_OF_REQUEST
-            )
-        if count < len(self.rows):
-            raise TooManyRowsError(count)
-        return num_characters
-
-    def _count_first_rows(self, limit: int) -> tuple[int, int]:
-        """Count the first rows (at least one) of up to ``limit`` characters, and the characters."""
+    def _count_characters(self, limit: int) -> int:
         total = 0
-        for count, row in enumerate(self.rows):
-            num_characters = _count_characters(self.items[row], limit)
-            if count and total + num_characters > limit:
-                return count, total
-            total += num_characters
-        return len(self.rows), total
+        for row in self.rows:
+            total += _count_characters(self.items[row], limit)
+            if total > limit:
+                break
+        return total
 
     def select(self, rows: list[int]) -> PartialRequest:
         """Return a smaller request; ``rows`` are some of this request's indices in ``items``."""
@@ -187,14 +178,14 @@ def encode_rows(part: PartialRequest) -> Tensors:
 
 
 class CharacterBudget:
-    """Limits the characters of the requests that are encoded at once; used in one event loop.
+    """Limits the characters of a client's requests in flight; used in one event loop.
 
-    Short requests always pass. The others wait in turn; one that is larger than the whole budget
-    takes all of it.
+    Short requests take nothing of it. The others wait in turn; one that is larger than the whole
+    budget takes all of it.
     """
 
-    def __init__(self) -> None:
-        self._num_blocks = _MOST_IN_FLIGHT // _SHORT
+    def __init__(self, num_servers: int) -> None:
+        self._num_blocks = num_servers * _MOST_IN_FLIGHT // _SHORT
         self._blocks = asyncio.Semaphore(self._num_blocks)
         # Only one request at a time collects blocks, so that two never wait for each other's.
         self._turn = asyncio.Lock()

@@ -147,7 +147,7 @@ class ServerPool:
         # Concurrency is limited here and not by aiohttp's connector, so that a waiting request
         # chooses the least busy server at the moment when it is sent.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
-        self._budget = CharacterBudget()
+        self._budget = CharacterBudget(len(urls))
         self._ever_ready = False
         self._has_logged_trouble = False
         self._has_compared_servers = False

@@ -451,8 +451,8 @@ class RowCollector:
         while part.rows:
             try:
                 scored = await self._pool.infer(part, self._marks, prefix)
-            # The rows are too large for one request. Or the servers that accepted this many rows
-            # when the call was split are gone, and the ones that answer accept fewer.
+            # When the call was split, every known server accepted requests of this size. Those
+            # servers are gone now, and the ones that answer accept fewer rows, so split again.
             except TooManyRowsError as error:
                 await run_all(self._score(piece) for piece in part.split(error.limit))
                 return

@@ -303,7 +303,9 @@ class Front:
     async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
         prefix, path = request.scope.get("root_path", ""), _route_path(request)
         near = suggestion(path, self._methods)
-        meant = f"; did you mean {prefix}{near}?" if near else f". {_REWARD_PATHS}"
+        meant = f"; did you mean {prefix}{near}?" if near else "."
+        if not near and self._routes:
+            meant = f". {_REWARD_PATHS}"
         reason = f"this server has no such path{meant} GET /docs lists all paths"
         self._notices.note_unknown_path(shown(_logged_path(request)), reason)
         return respond(HttpAnswer(404, {"detail": f"{shown(prefix + path)}: {reason}"}))

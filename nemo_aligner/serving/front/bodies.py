@@ -33,7 +33,7 @@ class RequestBodies:
 
         At its end, the body's bytes no longer count.
         """
-        return BodyReader(self, limit_of_path(self.max_request_bytes, path))
+        return BodyReader(self, limit_of_path(self.max_request_bytes, self.max_total_bytes, path))
 
 
 class BodyReader:

@@ -42,6 +42,7 @@ class ConnectionLimits:
     section: str
     max_header_bytes: int
     max_request_bytes: int
+    max_buffered_bytes: int
     max_chunks: int
     max_open_connections: int
     receive_timeout_secs: float
@@ -55,6 +56,7 @@ class ConnectionLimits:
             section=config.section,
             max_header_bytes=config.max_header_bytes,
             max_request_bytes=config.max_request_bytes,
+            max_buffered_bytes=config.max_buffered_bytes,
             max_chunks=config.max_chunks,
             max_open_connections=config.max_open_connections,
             receive_timeout_secs=config.receive_timeout_secs,
@@ -89,7 +91,7 @@ class ConnectionLimits:
     def max_body_bytes(self, target: bytes) -> int:
         """Return the largest body of a request with the URL or path ``target``, in bytes."""
         path = target.partition(b"?")[0].decode("latin-1")
-        return limit_of_path(self.max_request_bytes, path)
+        return limit_of_path(self.max_request_bytes, self.max_buffered_bytes, path)
 
     def headers_too_large(self) -> Refusal:
         return Refusal(
@@ -128,9 +130,11 @@ class ConnectionLimits:
         )
 
 
-def limit_of_path(max_request_bytes: int, path: str) -> int:
+def limit_of_path(max_request_bytes: int, max_buffered_bytes: int, path: str) -> int:
     """Return the largest body in bytes of a request for ``path``, which may have prefixes."""
-    return max_request_bytes * (_TIMES_OF_GYM if path.endswith(_PATHS_OF_GYM) else 1)
+    if not path.endswith(_PATHS_OF_GYM):
+        return max_request_bytes
+    return max(max_request_bytes, min(_TIMES_OF_GYM * max_request_bytes, max_buffered_bytes))
 
 
 class Refusal(Exception):

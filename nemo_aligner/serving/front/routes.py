@@ -79,7 +79,9 @@ class RouteHandler:
         response = await call_by_size(size, _refuse, route, failure, body)
         path = model.name_route(route.path)
         advice = ""
-        if failure.row is not None and route.takes_refused_reward:
+        # A sample in another template is rejected even with a refused_reward.
+        may_help = self._config.refused_reward is None and FOREIGN_ADVICE not in failure.message
+        if failure.row is not None and route.takes_refused_reward and may_help:
             advice = (
                 f". With {self._config.section}.refused_reward the sample would get that reward"
             )
@@ -90,7 +92,7 @@ class RouteHandler:
         """Add to the failure of an unreadable body the route that has such fields, if one has."""
         names = set(_field_names(content))
         fitting = [route for route in self._all_routes if _takes_fields(route, names)]
-        if not fitting or self._route in fitting:
+        if not fitting or self._route.path in {route.path for route in fitting}:
             return failure
         text = f"{failure.message}. A body with these fields belongs to {fitting[0].path}"
         return RequestError(text, failure.kind, failure.retry_after_s, failure.row)

@@ -38,7 +38,8 @@ output                 dtype  shape           meaning
 A row that is rejected fails the whole request, unless the request has the parameter ``row_errors:
 true``. The answer then has NaN for each such row, and the output ``errors`` BYTES [B, 1]: why a row
 has no reward, empty for a row with one. A request whose rows all have rewards has no ``errors``.
-``unscored`` INT32 [B, 1] is 1 if a gateway's judge or function failed, so the row is not rejected.
+``unscored`` INT32 [B, 1] is 1 if the row is not rejected, but a gateway's judge or function failed,
+or tokenizing took too long.
 
 ``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which give for each row the
 message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has

@@ -25,6 +25,7 @@ LIMITS = ConnectionLimits(
     section="server",
     max_header_bytes=8192,
     max_request_bytes=2**20,
+    max_buffered_bytes=12 * 2**20,
     max_chunks=1000,
     max_open_connections=2000,
     receive_timeout_secs=20.0,

@@ -157,8 +157,9 @@ def test_the_largest_bodies_pass(front: Front) -> None:
     pieces = [chunk(body[:1000])] * 999 + [chunk(body[999_000:])]
     assert front.request(chunked_head("/"), *pieces, LAST_CHUNK).json()["bytes"] == MEGABYTE
     of_gym = "/ng-rollout/a/aggregate_metrics?b"
-    assert front.request(post(of_gym, body * 16)).json()["bytes"] == 16 * MEGABYTE
-    assert_refused(front, 413, f"is {16 * MEGABYTE}.", post(of_gym, body * 16 + b"x"))
+    # 16 times as large, unless all bodies in memory may have less.
+    assert front.request(post(of_gym, body * 12)).json()["bytes"] == 12 * MEGABYTE
+    assert_refused(front, 413, f"is {12 * MEGABYTE}.", post(of_gym, body * 12 + b"x"))
     one_more = [*[chunk(b"x")] * 1001, LAST_CHUNK]
     words = "has more than 1000 chunks"
     assert_refused(front, 413, words, chunked_head("/"), *one_more, is_early=False)
