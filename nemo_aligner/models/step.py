@@ -270,8 +270,8 @@ def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     # overlap in a chain over all data parallel ranks.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(max_packs, dist.ReduceOp.MAX, group)
-    one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
-    empty = replace(one, rows=one.rows[:0], records=Records.of([], []))
+    single_token = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
+    empty = replace(single_token, rows=single_token.rows[:0], records=Records.of([], []))
     return [*batches, *[empty] * (int(max_packs) - len(batches))]
 
 

@@ -167,10 +167,17 @@ def convert_hf_to_nemo(
             )
             return _convert(opened, Path(output), dtype, tensor_parallel, head, options)
     except AlignerError as error:
-        # Errors about files begin with the file's path. Errors about a setting or a tensor do not,
-        # so put the path of the source in front.
-        named = str(error).startswith((str(source), str(output)))
-        raise CheckpointError(str(error) if named else f"{source}: {error}") from error
+        raise _with_path(error, source, output) from error
+
+
+def _with_path(error: AlignerError, source: str | Path, *files: str | Path) -> CheckpointError:
+    """Return the error with the path of the source in front.
+
+    Errors about files already begin with the file's path, in ``source`` or one of the ``files``.
+    Errors about a setting or a tensor do not.
+    """
+    is_named = str(error).startswith((str(source), *map(str, files)))
+    return CheckpointError(str(error) if is_named else f"{source}: {error}")
 
 
 def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringContract | None]:
@@ -190,8 +197,7 @@ def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringCont
             settings, fields = read_settings(path)
             config = find_family(settings.get("model_type"), settings).to_nemo(settings)
         except CheckpointError as error:
-            named = str(error).startswith(str(path))
-            raise CheckpointError(str(error) if named else f"{path}: {error}") from error
+            raise _with_path(error, path) from error
         return config, None if fields is None else ScoringContract.from_dict(fields)
     if not path.exists():
         raise ConfigError(f"config: got {path}, which does not exist")

@@ -193,14 +193,14 @@ class CharacterBudget:
     @asynccontextmanager
     async def spend(self, num_characters: int) -> AsyncIterator[None]:
         """Wait until a request of this size may be encoded; it counts until the context ends."""
-        needed, taken = min(num_characters // _SHORT, self._num_blocks), 0
+        needed, acquired = min(num_characters // _SHORT, self._num_blocks), 0
         try:
             if needed:
                 async with self._turn:
-                    while taken < needed:
+                    while acquired < needed:
                         await self._blocks.acquire()
-                        taken += 1
+                        acquired += 1
             yield
         finally:
-            for _ in range(taken):
+            for _ in range(acquired):
                 self._blocks.release()

@@ -183,8 +183,7 @@ class ServerPool:
                 reason.
             UnansweredError: no server answers, or none in time.
             ServingError: all servers that answer have another scoring contract.
-            TooManyRowsError: no available server accepts this many rows, or they are too large for
-                one request.
+            TooManyRowsError: no available server accepts this many rows.
         """
         rows = len(part.rows)
 
@@ -217,8 +216,7 @@ class ServerPool:
         an answer is not sent again.
 
         Raises:
-            RefusedError, ServingError: for the reasons that ``infer`` lists.
-            TooManyRowsError: no available server accepts this many rows.
+            RefusedError, ServingError, TooManyRowsError: for the reasons that ``infer`` lists.
         """
         async with self._gate:
             return await self._send(encode(), rows, read, may_repeat)

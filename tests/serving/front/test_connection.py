@@ -157,7 +157,6 @@ def test_the_largest_bodies_pass(front: Front) -> None:
     pieces = [chunk(body[:1000])] * 999 + [chunk(body[999_000:])]
     assert front.request(chunked_head("/"), *pieces, LAST_CHUNK).json()["bytes"] == MEGABYTE
     of_gym = "/ng-rollout/a/aggregate_metrics?b"
-    # 16 times as large, unless all bodies in memory may have less.
     assert front.request(post(of_gym, body * 12)).json()["bytes"] == 12 * MEGABYTE
     assert_refused(front, 413, f"is {12 * MEGABYTE}.", post(of_gym, body * 12 + b"x"))
     one_more = [*[chunk(b"x")] * 1001, LAST_CHUNK]
