@@ -45,6 +45,8 @@ from nemo_aligner.utils.processes import (
 logger = logging.getLogger(__name__)
 
 _LAUNCHES = itertools.count()
+# The stores that this process has joined, by host and port, rank and number of ranks.
+_STORES: dict[tuple[str, int, int, int], dist.Store] = {}
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -230,9 +232,15 @@ def _create_store(process: Process, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     host, port = process.master
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
-    # A program may call ``launch`` several times with the same store of the launcher, so each call
-    # prefixes its keys differently.
+    place = (host, port, process.rank, process.world_size)
+    # A program may call ``launch`` several times, and keeps the store until it ends. If rank 0
+    # hosted a new store for each call, a rank that is ahead would join the old one, and lose it.
+    if place not in _STORES:
+        joined = dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout)
+        _STORES[place], _, _ = next(joined)
+    store = _STORES[place]
+    store.set_timeout(timeout)  # ``fail_once`` shortens it
+    # All calls share the store, so each prefixes its keys differently.
     return dist.PrefixStore(f"launch {next(_LAUNCHES)}", store)
 
 

@@ -57,6 +57,30 @@ for _ in range(2):
     assert run(program, tmp_path) == (0, 2 * once, "")
 
 
+def test_rank_that_is_ahead_meets_the_others_again_if_rank_0_hosts_the_store(
+    tmp_path: Path,
+) -> None:
+    """Under srun no launcher hosts it, so rank 0 must not end it with its first process group."""
+    program = """
+import time
+from nemo_aligner.distributed import launch as launching
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.processes import is_first_rank
+
+if is_first_rank():
+    destroy = launching.destroy_layout
+    launching.destroy_layout = lambda: (time.sleep(1), destroy())
+for _ in range(3):
+    with launching.launch() as world:
+        say(str(gather_objects(world.rank)))
+"""
+    script = tmp_path / "thrice.py"
+    script.write_text(program)
+    done = tiny.run_script(str(script), processes=2)
+    assert (done.stdout, done.stderr) == (3 * "[0, 1]\n", "")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
