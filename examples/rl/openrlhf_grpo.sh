@@ -6,7 +6,7 @@
 #   OLD_FLAGS=1 bash openrlhf_grpo.sh  # 0.9.2 to 0.9.10: flags without sections
 #
 # The policy and the reward model must have the same chat template, because OpenRLHF sends texts.
-# Without refused_reward, a reply that the reward model cannot score ends the run. That includes
+# Without refused_reward, a reply that the reward model rejects ends the run. That includes
 # texts longer than its seq_length (GET /v1/contract), unless it truncates them: keep
 # --data.max_len at most as large.
 # A line of prompts.jsonl is {"messages": [{"role": "user", "content": "What is red?"}]}.

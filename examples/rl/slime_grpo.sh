@@ -7,7 +7,7 @@
 # A line of prompts.jsonl is {"prompt": [{"role": "user", "content": "What is red?"}]}. The policy
 # and the reward model must have the same chat template, because slime sends texts. They end with
 # the end of the turn, where the reward is read, so do not pass --rollout-skip-special-tokens.
-# Without refused_reward, a reply that the reward model cannot score ends the run.
+# Without refused_reward, a reply that the reward model rejects ends the run.
 # A second call resumes from the newest checkpoint in results/slime.
 set -euo pipefail
 URL=${REWARD_URL:-http://127.0.0.1:5555}/remote_rm

@@ -21,6 +21,8 @@ from nemo_aligner.utils.errors import DataError
 
 _client = RewardClient(
     os.environ.get("REWARD_URL", "http://127.0.0.1:5555"),
+    timeout_s=None,  # a step may have thousands of calls, most of which wait for a connection
+    request_timeout_s=600,
     wait_s=60,
     retry_s=300,
     token=os.environ.get("REWARD_TOKEN"),
@@ -43,11 +45,11 @@ async def compute_score(
 
     Args:
         extra_info: with the messages ``prompt``, and optionally ``tools``.
-        refused_reward: the reward of a reply that the model cannot score; None raises an error. Set
-            it with ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
+        refused_reward: the reward of a reply that the model rejects; None raises an error. Set it
+            with ``+reward.custom_reward_function.reward_kwargs.refused_reward=-5``.
 
     Raises:
-        DataError: the reply or its prompt cannot be scored, or a part of a gateway failed on it.
+        DataError: the reply or its prompt is rejected, or a part of a gateway failed on it.
     """
     if not extra_info or "prompt" not in extra_info:
         raise DataError("extra_info: 'prompt' is missing. Add the prompt's messages to the data")
@@ -62,7 +64,7 @@ async def compute_score(
         raise DataError(f"the reply has no reward, and is not at fault: {scored.errors[0]}")
     if scored.errors:
         if refused_reward is None:
-            raise DataError(f"the reply cannot be scored: {scored.errors[0]}. Set refused_reward")
+            raise DataError(f"the reply is rejected: {scored.errors[0]}. Set refused_reward")
         return {"score": refused_reward, **dict.fromkeys(attributes, refused_reward)}
     reward = one_reward(scored.rewards, reward_weights(_contracts[0], None))
     if not attributes:

@@ -145,9 +145,9 @@ def score_parser() -> Parser:
 
 
 def run_score(options: argparse.Namespace) -> int:
-    """Print a line for each sample: its rewards, or why it was rejected, and its label.
+    """Print a line for each sample: its rewards, or why it has none, and its label.
 
-    The exit code is 1 if a sample was rejected.
+    The exit code is 1 if a sample has no rewards.
     """
     samples = list(_read_samples(options))
     if not samples:
@@ -186,7 +186,8 @@ def run_score(options: argparse.Namespace) -> int:
     for row, (label, sample) in enumerate(samples):
         rewards = _show_rewards(scored.rewards[row])
         if row in scored.errors:
-            rewards, label = f"{'rejected':>10}", f"{label}: {scored.errors[row]}"
+            outcome = "unscored" if row in scored.unscored else "rejected"
+            rewards, label = f"{outcome:>10}", f"{label}: {scored.errors[row]}"
         print(rewards, "", label, sep="  ")
         if options.steps and scored.steps is not None and scored.steps[row] is not None:
             print(*_list_steps(scored.steps[row], sample, separator), sep="\n")

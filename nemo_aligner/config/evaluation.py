@@ -225,15 +225,15 @@ class RewardEnvironmentConfig:
     reward_components: bool = setting(
         False, "return a reward for each attribute, as NeMo RL's GDPO needs"
     )
-    refused_reward: float | None = setting(
-        None, "reward of a reply that cannot be scored; null: raise an error"
-    )
+    refused_reward: float | None = setting(None, "reward of a rejected reply; null: raise an error")
     wait_s: float = setting(60.0, "with url: seconds to wait for servers that are not up yet")
     retry_s: float = setting(300.0, "with url: seconds to retry when a server is gone")
+    request_timeout_s: float = setting(600.0, "with url: seconds until a request times out")
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.require_not_negative("wait_s", "retry_s")
+            checks.require_positive("request_timeout_s")
             checks.require_prefix_cache("prefix_cache_tokens")
             checks.require(
                 not (self.cpu_offload and self.prefix_cache_tokens),

@@ -96,7 +96,7 @@ class FrontConfig:
     )
     top_rewards_files: int = setting(10, "number of earlier logs of the highest rewards to keep")
     refused_reward: float | None = setting(
-        None, "/get_reward, /remote_rm, /compare: unscorable samples; null: a 400"
+        None, "/get_reward, /remote_rm, /compare: rejected samples; null: a 400"
     )
 
     def __post_init__(self) -> None:

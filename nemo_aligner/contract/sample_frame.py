@@ -176,7 +176,7 @@ def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
     return tuple(
         beginning
         for beginning in unique
-        if not any(other != beginning and beginning[: len(other)] == other for other in unique)
+        if not any(start != beginning and beginning[: len(start)] == start for start in unique)
     )
 
 

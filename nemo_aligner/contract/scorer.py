@@ -129,6 +129,8 @@ class ScoredRows:
         comparisons: judgments of pairs of rows, in the form of NeMo Gym's ``comparison_results``.
         unscored: rows in ``errors`` that are not at fault themselves: a judge or function of a
             gateway failed, or tokenizing took too long. The others were rejected.
+        temporary: rows in ``unscored`` that may get a reward if they are sent again, because
+            something was too slow or did not answer.
     """
 
     rewards: np.ndarray
@@ -148,6 +150,7 @@ class ScoredRows:
     components: np.ndarray | None = None
     comparisons: Sequence[Mapping[str, float]] = ()
     unscored: frozenset[int] = frozenset()
+    temporary: frozenset[int] = frozenset()
 
     @property
     def rejected(self) -> dict[int, str]:
@@ -163,8 +166,12 @@ class ScoredRows:
             if isinstance(values, np.ndarray)
         }
         errors = {number: self.errors[row] for number, row in enumerate(rows) if row in self.errors}
-        unscored = frozenset(number for number, row in enumerate(rows) if row in self.unscored)
-        return replace(self, errors=errors, unscored=unscored, **arrays)
+        sets: dict[str, Any] = {
+            name: frozenset(number for number, row in enumerate(rows) if row in values)
+            for name, values in vars(self).items()
+            if isinstance(values, frozenset)
+        }
+        return replace(self, errors=errors, **arrays, **sets)
 
     def check_finite(self) -> ScoredRows:
         """Check that all rewards are finite numbers, and return the rows unchanged.

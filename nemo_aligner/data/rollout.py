@@ -84,9 +84,9 @@ class Rollout:
                 )
 
     def _check_numbers(self) -> None:
-        other = (self.mask != 0) & (self.mask != 1)
-        if other.any():
-            row, position = np.argwhere(other)[0]
+        invalid = (self.mask != 0) & (self.mask != 1)
+        if invalid.any():
+            row, position = np.argwhere(invalid)[0]
             raise DataError(f"mask, row {row}: got {self.mask[row, position]:g}, wanted 0 or 1")
         for name in ("returns", "prev_values"):
             wrong = (self.mask != 0) & ~np.isfinite(getattr(self, name))

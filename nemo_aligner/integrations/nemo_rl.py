@@ -137,7 +137,7 @@ class RewardModelEnvironment:
                 prompt of the log.
 
         Raises:
-            DataError: a sample cannot be scored, and ``refused_reward`` is not set.
+            DataError: a sample is rejected, and ``refused_reward`` is not set.
             ServingError: no server answers, or it failed, or the judge or a function of a gateway
                 failed on a sample.
         """
@@ -260,7 +260,7 @@ class RewardModelEnvironment:
         if not errors:
             return
         row, reason = next(iter(errors.items()))
-        message = f"{len(errors)} of {len(rewards)} {kind} cannot be scored; sample {row}: {reason}"
+        message = f"{len(errors)} of {len(rewards)} {kind} are rejected; sample {row}: {reason}"
         if self._config.refused_reward is None or reward is None:
             raise DataError(f"{message}. Set refused_reward=0 to give such {kind} the reward 0")
         logger.warning("%s; their reward is %g", message, reward)
@@ -363,6 +363,8 @@ def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
         token = find_token(None, config.token_variable, "env.token")
         client = RewardClient(
             config.url,
+            timeout_s=None,  # a step of any size is one call
+            request_timeout_s=config.request_timeout_s,
             wait_s=config.wait_s,
             retry_s=config.retry_s,
             max_connections=_MOST_CONCURRENT,

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # default of ``wait_s``: time for a server that was started with the training
 _PATIENCE_S = 300.0  # default of ``retry_s``: time for a restarted server to load a large model
+# Default deadlines: a step of any size is one call, so only its requests have one.
+_DEADLINES = {"timeout_s": None, "request_timeout_s": 600.0}
 
 
 class RewardFunction:
@@ -159,7 +161,8 @@ def reward_function(
             of the step, but counts as 0 if the trainer has another reward function: set it then.
         retry_s: how long training waits for a server that is gone, in seconds.
         wait_s: how long the first step waits for a server that is not up yet, in seconds.
-        options: more options of ``RewardClient``, e.g. ``expect``.
+        options: more options of ``RewardClient``, e.g. ``expect``. By default there is no
+            ``timeout_s``, and ``request_timeout_s`` is 600.
 
     Raises:
         ConfigError: an option is invalid.
@@ -170,7 +173,7 @@ def reward_function(
     if reasoning not in ("keep", "drop"):
         raise ConfigError(f"reasoning: got {reasoning!r}, wanted keep or drop")
     schemas = [_schema_of(tool) for tool in tools or ()]
-    client = RewardClient(url, retry_s=retry_s, wait_s=wait_s, **options)
+    client = RewardClient(url, retry_s=retry_s, wait_s=wait_s, **(_DEADLINES | options))
     rule = None if aggregate is None else Aggregate(aggregate)
     return RewardFunction(
         client,

@@ -23,7 +23,6 @@ from nemo_aligner.config.gateway import (
     GatewayRunConfig,
 )
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import adjust_components, one_reward
 from nemo_aligner.serving.client.calls import run_all
 from nemo_aligner.serving.failures import FailureKind, RequestError
@@ -211,22 +210,33 @@ class ComposedService(ScoringService):
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
         model_rows = await self._score_by_model(request, aside, is_probe)
+        is_sum = self._combination.kind is not CombineKind.minimum
         if is_probe:  # only to find out whether the model accepts the sample; judges cost too much
-            rewards = np.zeros((len(model_rows.rewards), 1), np.float32)
-            return replace(model_rows, rewards=rewards)
+            names = self._combination.names
+            missing = np.full((len(model_rows.rewards), len(names)), np.nan)
+            return replace(
+                model_rows,
+                rewards=np.zeros((len(missing), 1), np.float32),
+                part_names=names,
+                parts=missing,
+                components=missing if is_sum else None,
+            )
         parts = self._begin_table(model_rows)
         failures = {
             row: RequestError(reason, _kind_of(row, model_rows))
             for row, reason in model_rows.errors.items()
         }
-        is_decided, comparisons = await self._fill_table(request.texts or (), parts, failures)
+        is_decided, comparisons = await self._fill_table(request, parts, failures)
         rewards, terms = self._combination.combine(parts, is_decided)
         for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
             failures.setdefault(row, _overflow_failure(rewards[row]))
-        self._check_failures(request, failures, aside)
+        # A part that scores other rows is not gone, but too slow for this one. The model itself has
+        # decided which rows are left out.
+        is_slow = (np.isnan(parts) & np.isfinite(parts).any(axis=0)).any(axis=1)
+        is_slow[[*model_rows.errors]] = True
+        self._check_failures(request, failures, aside, is_slow)
         rewards[[*failures]] = np.nan
         parts[np.isinf(parts)] = np.nan
-        is_sum = self._combination.kind is not CombineKind.minimum
         return ScoredRows(
             rewards[:, None],
             {row: failures[row].message for row in sorted(failures)},
@@ -238,6 +248,9 @@ class ComposedService(ScoringService):
             components=terms if is_sum else None,
             comparisons=comparisons,
             unscored=frozenset(row for row in failures if failures[row].kind in _PART_FAILURES),
+            temporary=frozenset(
+                row for row in failures if failures[row].kind is FailureKind.unreachable
+            ),
         )
 
     async def _score_by_model(
@@ -283,12 +296,12 @@ class ComposedService(ScoringService):
         return parts
 
     async def _fill_table(
-        self, samples: Sequence[Text], parts: np.ndarray, failures: dict[int, RequestError]
+        self, request: ScoreRequest, parts: np.ndarray, failures: dict[int, RequestError]
     ) -> tuple[np.ndarray, list[dict[str, float]]]:
         """Score samples with all parts that they need, and record failures.
 
         Args:
-            samples: N samples; none if the model is the only part, which has scored them already.
+            request: N samples.
             parts: ``[N, P]``, filled in place.
             failures: why a sample has no reward, by its number; rows in it are not scored.
 
@@ -298,19 +311,20 @@ class ComposedService(ScoringService):
         """
         is_decided = np.zeros(len(parts), dtype=bool)
         first_names = [name for name in self._combination.first_names if name in self._parts]
-        comparisons = await self._score_by_parts(first_names, samples, parts, failures, is_decided)
+        comparisons = await self._score_by_parts(first_names, request, parts, failures, is_decided)
         if self._combination.kind is CombineKind.gate:
             values = parts[:, self._combination.names.index(self._combination.gate)]
-            is_close = self._combination.find_close(values, await prompt_keys(samples))
+            keys = await prompt_keys(request.texts or (), request.num_prompt_turns)
+            is_close = self._combination.find_close(values, keys)
             is_decided = np.isfinite(values) & ~is_close
         names = [name for name in self._parts if name not in first_names]
-        comparisons += await self._score_by_parts(names, samples, parts, failures, is_decided)
+        comparisons += await self._score_by_parts(names, request, parts, failures, is_decided)
         return is_decided, comparisons
 
     async def _score_by_parts(
         self,
         names: Sequence[str],
-        samples: Sequence[Text],
+        request: ScoreRequest,
         parts: np.ndarray,
         failures: dict[int, RequestError],
         is_decided: np.ndarray,
@@ -319,11 +333,14 @@ class ComposedService(ScoringService):
 
         The arguments are those of ``_fill_table``.
         """
+        samples = request.texts or ()  # none if the model, as the only part, scored token ids
         rows = [row for row in range(len(samples)) if row not in failures and not is_decided[row]]
         if not rows:
             return []
         selected = [samples[row] for row in rows]
-        results = await run_all(self._parts[name].score(selected) for name in names)
+        results = await run_all(
+            self._parts[name].score(selected, request.num_prompt_turns) for name in names
+        )
         comparisons = []
         for name, scores in zip(names, results, strict=True):
             parts[rows, self._combination.names.index(name)] = scores.values
@@ -340,12 +357,18 @@ class ComposedService(ScoringService):
         request: ScoreRequest,
         failures: Mapping[int, RequestError],
         aside: Collection[FailureKind],
+        is_slow: np.ndarray,
     ) -> None:
-        """Raise RequestError if the whole request fails because rows have no reward."""
+        """Raise RequestError if the whole request fails because rows have no reward.
+
+        The rows of ``is_slow [N]`` are left out where unscored ones are: if the request were sent
+        again, all of its rows would be judged again.
+        """
+        leaves_out_slow = FailureKind.unscored in aside
         fatal = {
             row: failure
             for row, failure in failures.items()
-            if failure.kind not in aside
+            if (failure.kind not in aside and not (leaves_out_slow and is_slow[row]))
             or (self._fails_requests and failure.kind in _PART_FAILURES)
         }
         if not fatal:
@@ -400,8 +423,11 @@ class ComposedService(ScoringService):
 
 
 def _kind_of(row: int, model_rows: ScoredRows) -> FailureKind:
-    is_unscored = row in model_rows.unscored  # by the parts of a backend that is itself a gateway
-    return FailureKind.unscored if is_unscored else FailureKind.bad_request
+    if row not in model_rows.unscored:
+        return FailureKind.bad_request
+    # Tokenizing was too slow, or the parts of a backend that is itself a gateway failed.
+    is_temporary = row in model_rows.temporary
+    return FailureKind.unreachable if is_temporary else FailureKind.unscored
 
 
 def _overflow_failure(reward: float) -> RequestError:

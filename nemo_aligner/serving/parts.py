@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -24,10 +24,11 @@ import numpy as np
 from nemo_aligner.config.gateway import JUDGE_PART, JudgeConfig, JudgePairs, JudgeTask
 from nemo_aligner.contract.messages import (
     Conversation,
+    Messages,
     Text,
     as_json,
     messages_of,
-    prompt_of,
+    question_of,
     with_messages,
 )
 from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
@@ -56,7 +57,7 @@ class PartScores:
     Attributes:
         values: ``[N]`` float64; NaN for each sample in ``failures``.
         failures: why a sample has no score, by its number. The kind is ``bad_request`` if the
-            sample cannot be scored, ``unscored`` if the part has no score for it, and
+            sample is rejected, ``unscored`` if the part has no score for it, and
             ``unreachable`` if the part is gone or too slow.
         comparisons: for a pairwise judge, each judgment in the form of NeMo Gym's
             ``comparison_results``, with the numbers of its two samples.
@@ -78,8 +79,13 @@ class Part(Protocol):
     def rules(self) -> Any:
         """What the scores depend on, as JSON values, for the published scoring contract."""
 
-    async def score(self, samples: Sequence[Text]) -> PartScores:
-        """Score samples; a sample without a score gets a reason."""
+    async def score(
+        self, samples: Sequence[Text], num_prompt_turns: int | None = None
+    ) -> PartScores:
+        """Score samples; a sample without a score gets a reason.
+
+        ``num_prompt_turns`` is that of their ``ScoreRequest``.
+        """
 
     async def probe(self) -> dict[str, str | None]:
         """Map the part's server to why it gives no scores now, or to None if it does."""
@@ -91,23 +97,34 @@ class Part(Protocol):
         """Close connections and end threads; no call of ``score`` may be running."""
 
 
-async def prompt_keys(samples: Sequence[Text]) -> list[str | None]:
+async def prompt_keys(
+    samples: Sequence[Text], num_prompt_turns: int | None = None
+) -> list[str | None]:
     """Return for each sample a key that responses to the same prompt and principle share.
 
-    It is None for a raw text.
+    It is None for a raw text. ``num_prompt_turns`` is that of the samples' ``ScoreRequest``.
     """
     # In a thread: many long prompts would block the event loop for seconds.
-    return await asyncio.to_thread(lambda: [*map(_prompt_key, samples)])
+    return await asyncio.to_thread(
+        lambda: [_prompt_key(sample, num_prompt_turns) for sample in samples]
+    )
 
 
-def _prompt_key(sample: Text) -> str | None:
+def _prompt_key(sample: Text, num_prompt_turns: int | None) -> str | None:
     if isinstance(sample, str):
         return None
-    prompt: Any = prompt_of(sample)
+    prompt: Any = _prompt_of(sample, num_prompt_turns)
     if isinstance(sample, Conversation):
         prompt = [prompt, sample.tools, sample.documents, sample.principle]
     # A digest, because thousands of samples may share a prompt of megabytes.
     return blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _prompt_of(sample: Messages | Conversation, num_prompt_turns: int | None) -> Messages:
+    """Return the messages before the response, which may begin with tool calls."""
+    if num_prompt_turns is None:
+        return question_of(sample)
+    return messages_of(sample)[:num_prompt_turns]
 
 
 class JudgePart:
@@ -129,9 +146,12 @@ class JudgePart:
         names += ["fields"] if config.fields else []
         values = {name: getattr(config, name) for name in names}
         rules = {name: getattr(value, "value", value) for name, value in values.items()}
-        self.rules = {**rules, "context": ["tools", "documents"]}  # what else a judge sees
+        # What else a judge sees, and where the response begins.
+        self.rules = {**rules, "context": ["tools", "documents"], "response": "after the question"}
 
-    async def score(self, samples: Sequence[Text]) -> PartScores:
+    async def score(
+        self, samples: Sequence[Text], num_prompt_turns: int | None = None
+    ) -> PartScores:
         """Score samples, with as many judgments at once as ``judge.max_connections`` allows.
 
         Raises:
@@ -139,20 +159,27 @@ class JudgePart:
         """
         scores = PartScores(np.full(len(samples), np.nan))
         groups: dict[str, list[int]] = defaultdict(list)
-        for number, key in enumerate(await prompt_keys(samples)):
+        for number, key in enumerate(await prompt_keys(samples, num_prompt_turns)):
             if key is None:
                 reason = "it is a raw text, and a judge reads conversations; send messages"
                 scores.failures[number] = RequestError(reason, FailureKind.bad_request)
             else:
                 groups[key].append(number)
         self._check_num_judgments([*map(len, groups.values())])
-        tasks = [
-            task
-            for numbers in groups.values()
-            for task in self._list_tasks(numbers, scores.failures)
-            for _ in range(self._config.repeats)
-        ]
-        outcomes = await asyncio.gather(*(self._judge(samples, task) for task in tasks))
+        tasks: list[tuple[int, ...]] = []
+        judgments = []
+        for numbers in groups.values():
+            first: Any = samples[numbers[0]]
+            prompt = _prompt_of(first, num_prompt_turns)
+            conversation = with_messages(first, prompt)  # shared, because its judgments are many
+            responses = {number: messages_of(samples[number])[len(prompt) :] for number in numbers}
+            for task in self._list_tasks(numbers, scores.failures):
+                tasks += [task] * self._config.repeats
+                replies = [responses[number] for number in task]
+                judgments += [
+                    self._judge(conversation, replies) for _ in range(self._config.repeats)
+                ]
+        outcomes = await asyncio.gather(*judgments)
         self._collect(tasks, outcomes, scores)
         self._masked_rows += len(scores.failures)
         return scores
@@ -187,23 +214,21 @@ class JudgePart:
             return [(number,) for number in numbers]
         if len(numbers) == 1:
             reason = (
-                "a pairwise judge compares two or more responses to the same prompt in a request, "
-                "and this is the only one. Set judge.task=rating"
+                "a pairwise judge needs at least two replies to one prompt in a request, and this "
+                "is the only one that can be scored. Set judge.task=rating, or send the replies to "
+                "a prompt together"
             )
-            failures[numbers[0]] = RequestError(reason, FailureKind.bad_request)
+            failures[numbers[0]] = RequestError(reason, FailureKind.unscored)
             return []
         if self._config.pairs is JudgePairs.all_pairs:
             return combinations(numbers, 2)
         return zip(numbers, [*numbers[1:], numbers[0]], strict=True)
 
     async def _judge(
-        self, samples: Sequence[Text], task: tuple[int, ...]
+        self, conversation: Messages | Conversation, responses: Sequence[Messages]
     ) -> Verdict | RequestError:
-        """Return the verdict on the samples of a task, or why there is none."""
-        responses = [messages_of(samples[number])[-1] for number in task]
-        first = samples[task[0]]
-        assert not isinstance(first, str)
-        judging = self._client.judge(with_messages(first, prompt_of(first)), responses)
+        """Return the verdict on one or two responses, or why there is none."""
+        judging = self._client.judge(conversation, responses)
         try:
             return await asyncio.wait_for(judging, self._timeout_s)
         except JudgeError as error:
@@ -299,19 +324,24 @@ class FunctionPart:
             interrupts_abandoned=False,
         )
 
-    async def score(self, samples: Sequence[Text]) -> PartScores:
+    async def score(
+        self, samples: Sequence[Text], num_prompt_turns: int | None = None
+    ) -> PartScores:
         """Score samples in one call of the function."""
         if not samples:
             return PartScores(np.zeros(0))
         self._counts["function_calls"] += 1
 
-        def call() -> Sequence[float | None]:
-            # Copied in this thread, because millions of messages would block the event loop.
-            return self._function([*map(_as_record, samples)])
+        def call() -> np.ndarray:
+            # In this thread, because millions of messages would block the event loop, and so would
+            # an iterator that computes its values when they are read.
+            answer: Any = self._function([*map(_as_record, samples)])
+            if isinstance(answer, Iterator):
+                answer = [*answer]
+            return _read_values(answer, len(samples))
 
         try:
-            answer = await self._threads.run(lambda run_step: run_step(call))
-            values = _read_values(answer, len(samples))
+            values = await self._threads.run(lambda run_step: run_step(call))
         except Exception as error:
             self._counts["function_failures"] += 1
             text = one_line(error) if isinstance(error, ServingError) else one_line(repr(error))

@@ -174,7 +174,8 @@ class LocalService(ScoringService):
         if not is_probe:
             seconds, count = time.monotonic() - begun, len(encoded.rows)
             self._intake.meter.count_answer(seconds, count, encoded.num_tokens)
-        return replace(insert_refused(scored, encoded.errors), unscored=encoded.unscored)
+        slow = encoded.unscored
+        return replace(insert_refused(scored, encoded.errors), unscored=slow, temporary=slow)
 
     def _empty_rows(self) -> ScoredRows:
         """Return a result without rows, for a request whose samples were all rejected."""

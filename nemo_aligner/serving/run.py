@@ -69,10 +69,13 @@ def run_server(config: ServeConfig) -> int:
         backend = RewardBackend(
             scorer, config.server, shaper, template_parts=_template_parts(members[0])
         )
-        more = {name: load(file, bodies=bodies) for name, file in config.models.items()}
-        for line in _describe_sharing({MODEL_NAME: members[0], **more}):
+        further_models = {name: load(file, bodies=bodies) for name, file in config.models.items()}
+        for line in _describe_sharing({MODEL_NAME: members[0], **further_models}):
             say(line)
-        backends = [backend, *(_host(name, model, config) for name, model in more.items())]
+        backends = [
+            backend,
+            *(_host(name, model, config) for name, model in further_models.items()),
+        ]
         return serve(backends, config.server, port)
 
 

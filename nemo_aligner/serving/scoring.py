@@ -39,12 +39,6 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward_log import RewardLog
 
-# Advice in messages to clients whose raw texts are written in another chat template.
-FOREIGN_ADVICE = (
-    "Send messages, which the server writes in the model's template, or write the texts in that "
-    "template (field template of /v1/contract)"
-)
-
 
 @dataclass(frozen=True)
 class TemplateParts:
@@ -103,7 +97,8 @@ class ScoringService(ABC):
         Args:
             request: the samples; rows in ``request.refused`` get NaN and their reasons.
             aside: kinds of failures for which a row gets NaN and a reason (``ALL_ROWS`` and others
-                in ``failures.py``). A row with another failure fails the whole request.
+                in ``failures.py``). A row with another failure fails the whole request,
+                except that a row that was too slow counts as ``unscored`` if others were scored.
             is_probe: whether the request only tests if its samples can be scored. It is then not
                 counted, and its rewards enter neither the recent rewards nor the statistics of
                 shaping. Only the model's calls and their duration are counted.
@@ -263,6 +258,7 @@ def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows
         errors=dict(sorted(errors.items())),
         comparisons=comparisons,
         unscored=frozenset(rows[row] for row in scored.unscored),
+        temporary=frozenset(rows[row] for row in scored.temporary),
     )
 
 

@@ -164,10 +164,15 @@ class UpstreamService(ScoringService):
 def _check_unscored(
     scored: ScoredRows, request: ScoreRequest, aside: Collection[FailureKind]
 ) -> None:
-    """Raise RequestError if the parts of a backend, itself a gateway, failed on a row."""
+    """Raise RequestError if a row that has to be scored was too slow, or a backend's part failed.
+
+    Such a backend is itself a gateway.
+    """
     if scored.unscored and FailureKind.unscored not in aside:
         row = min(scored.unscored)
         text = f"row {request.row_numbers[row]}: {scored.errors[row]}"
+        if row in scored.temporary:
+            raise RequestError(text, FailureKind.unreachable, _RETRY_AFTER_S)
         raise RequestError(text, FailureKind.unscored)
 
 

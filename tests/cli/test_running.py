@@ -317,6 +317,21 @@ def test_score_limits_the_time_of_a_request_and_not_of_a_file(
     )
 
 
+def test_score_tells_a_rejected_sample_from_one_that_a_judge_fails_on(capsys: Captured) -> None:
+    server = Misbehaving().come()
+    values = {
+        "rewards": ("FP32", [3, 1], [1.0, 0.0, 0.0]),
+        "errors": ("BYTES", [3, 1], ["", "it is empty", "judge: no"]),
+        "unscored": ("INT32", [3, 1], [0, 0, 1]),
+    }
+    outputs = [output(name, *value) for name, value in values.items()]
+    server.answer = lambda texts: (200, {"outputs": outputs})
+    assert run_score(score_parser().parse(["a", "b", "c", "--url", server.url])) == 1
+    server.go()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["1.0000 a", "rejected b: it is empty", "unscored c: judge: no"]
+
+
 def test_score_shows_the_text_that_each_step_reward_is_for(capsys: Captured) -> None:
     """Steps are ranges of the reply alone, whose parts are joined by the contract's separator."""
     steps = StepRewards(

@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.nemo_gym import drop_in
+from nemo_aligner.integrations.resources_servers.reward_model import servers as gym_servers
 from nemo_aligner.integrations.resources_servers.reward_model.servers import (
     NoRewardError,
     RewardServers,
@@ -127,6 +129,48 @@ def test_redirected_rollout_is_not_sent_on_as_a_get() -> None:
         f"{server.url}: HTTP 301: it redirects to http://elsewhere/verify; set server_url to the "
         "URL of nemo-aligner serve"
     )
+
+
+def test_server_with_another_contract_is_left_out_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also by requests that come while the first one after the pause is not answered yet."""
+    contracts, asked, clock = {"a": "h", "b": "g"}, [], [0.0]
+
+    async def post(self: RewardServers, url: str, name: str, rollout: object) -> dict[str, Any]:
+        asked.append(name[-1])
+        await asyncio.sleep(0)
+        return {"failure_kind": None, "contract_hash": contracts[name[-1]]}
+
+    monkeypatch.setattr(RewardServers, "_post", post)
+    monkeypatch.setattr(gym_servers, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(gym_servers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def ask(servers: RewardServers, count: int) -> str:
+        asked.clear()
+        await asyncio.gather(*(servers.verify({}) for _ in range(count)))
+        return "".join(sorted(asked))
+
+    async def verify() -> None:
+        servers = RewardServers(["http://a", "http://b"], 5.0, 0.0, None)
+        assert [await ask(servers, count) for count in (1, 1, 4)] == ["a", "ab", "aaaa"]
+        clock[0] = gym_servers._LEFT_OUT_S
+        assert [await ask(servers, count) for count in (4, 2)] == ["aaaab", "aa"]
+        clock[0], contracts["b"] = 3 * clock[0], "h"
+        assert [await ask(servers, count) for count in (2, 4)] == ["ab", "aabb"]
+
+    async def fail() -> None:
+        servers = RewardServers(["http://a"], 5.0, -1.0, None)
+        await servers.verify({})
+        contracts["a"] = "f"
+        for expected in (["a"], []):
+            asked.clear()
+            with pytest.raises(NoRewardError, match="got the scoring contract f, wanted h"):
+                await servers.verify({})
+            assert asked == expected
+
+    asyncio.run(verify())
+    asyncio.run(fail())
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:

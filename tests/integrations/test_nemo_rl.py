@@ -161,12 +161,12 @@ def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
     logs += [said("a<|im_end|>", "c<|im_end|>")]
     refusing = environment(refused_reward=-5)
     assert refusing.step(logs, [None] * 4).rewards.tolist() == [195, -5, 0, 0]
-    assert "1 of 4 replies cannot be scored; sample 1: a mark; their reward is -5" in caplog.text
-    assert "2 of 4 prompts cannot be scored; sample 2: a mark; their reward is 0" in caplog.text
+    assert "1 of 4 replies are rejected; sample 1: a mark; their reward is -5" in caplog.text
+    assert "2 of 4 prompts are rejected; sample 2: a mark; their reward is 0" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     counted = [metrics[f"reward_model_env/num_refused{name}"] for name in ("", "_prompts")]
     assert counted == [1, 2]
-    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark. .*"):
+    with pytest.raises(DataError, match=r"1 of 1 prompts are rejected; sample 0: a mark. .*"):
         environment().step(logs[2:3], [None])
 
 
@@ -269,6 +269,16 @@ def test_servers_get_all_requests_of_an_actor_at_once_and_count_no_prompt_that_i
     lone.answer = refuse
     assert served.find_rejected(["!a", "b"]) == {0: "no a"}
     assert sorted(lone.asked) == [["!a"], ["b"]]  # probes have one row
+    served.close()
+
+
+def test_a_step_of_any_size_has_only_the_deadline_of_its_requests(lone: Misbehaving) -> None:
+    config = RewardEnvironmentConfig(url=lone.url, request_timeout_s=0.2)
+    served = nemo_rl._create_rewarder(config)
+    assert served._client._timeout_s is None
+    lone.answer = lambda texts: time.sleep(0.5)
+    with pytest.raises(ServingError, match=r"within 0\.2 s \(request_timeout_s\)"):
+        served.score_rows(["a"])
     served.close()
 
 

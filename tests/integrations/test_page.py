@@ -324,7 +324,7 @@ def test_verl_loads_the_reward_function(
 
 
 @pytest.mark.parametrize("variables", [{}, {"REWARD_TOKEN": "secret"}])
-def test_verl_reward_sends_the_token_of_the_environment(
+def test_verl_reward_sends_the_token_of_the_environment_and_limits_only_requests(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
@@ -332,7 +332,9 @@ def test_verl_reward_sends_the_token_of_the_environment(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(client, "RewardClient", lambda url, **options: options)
     example = runpy.run_path(str(FOLDER / "verl_reward.py"))
-    assert example["_client"]["token"] == variables.get("REWARD_TOKEN")
+    options = example["_client"]
+    assert options["token"] == variables.get("REWARD_TOKEN")
+    assert (options["timeout_s"], options["request_timeout_s"]) == (None, 600)
 
 
 def test_verl_s_rows_lose_the_nulls_and_arrays_of_arrow(monkeypatch: pytest.MonkeyPatch) -> None:

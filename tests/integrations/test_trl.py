@@ -218,6 +218,12 @@ def test_strings_outside_the_models_template_are_reported_once(
     assert reward_of(client)([], []) == []
 
 
+def test_a_step_of_any_size_has_only_the_deadline_of_its_requests() -> None:
+    client = reward_function("http://127.0.0.1:9")._client
+    assert (client._timeout_s, client._connect.args[-1]) == (None, 600.0)
+    assert reward_function("http://127.0.0.1:9", timeout_s=9.0)._client._timeout_s == 9.0
+
+
 def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
     reward = reward_function("http://127.0.0.1:9", retry_s=0, wait_s=0, name="good")
     assert reward.__name__ == "good"

@@ -1,4 +1,7 @@
-"""Calls of the gateway's application in this process, and a fake client that computes rewards."""
+"""Calls of the gateway's application in this process, with a fake client that computes rewards.
+
+``asked`` sends requests to a gateway that combines several parts: a model, a judge and functions.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,24 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import numpy as np
+import pytest
 
-from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.config.gateway import (
+    CombineConfig,
+    GatewayConfig,
+    GatewayRunConfig,
+    JudgeConfig,
+)
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import messages_of
+from nemo_aligner.serving import gateway
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.models import HostedModel
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.upstream import UpstreamService
+from tests.serving.fake_judge import FakeJudge
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 
 
@@ -198,3 +209,92 @@ def message(answer: Any) -> str:
     error = error["message"] if isinstance(error, dict) else error
     assert isinstance(error, str)
     return error
+
+
+# A gateway of several parts.
+
+USER = {"role": "user", "content": "a"}
+# A function that scores samples, as a setting names it.
+LENGTH = "tests.serving.gateway_calls:count_characters"
+Calls = Sequence[tuple[str, Any]]
+
+
+def count_characters(samples: list[dict[str, Any]]) -> list[float]:
+    return [len(json.dumps(sample)) for sample in samples]
+
+
+def conversation(reply: str, prompt: dict[str, str] = USER) -> list[dict[str, str]]:
+    return [prompt, {"role": "assistant", "content": reply}]
+
+
+def modelled(reply: str) -> float:
+    """The model's merged reward: CONTRACT weighs a total and its negative by 1 and 0.5."""
+    return total(f"a{reply}") / 2
+
+
+def verify(reply: str) -> dict[str, Any]:
+    output = [{"role": "assistant", "content": reply}]
+    return {"responses_create_params": {"input": "a"}, "response": {"output": output}}
+
+
+def compare(*replies: str, **fields: Any) -> dict[str, Any]:
+    outputs = [{"output": [{"role": "assistant", "content": reply}]} for reply in replies]
+    return {"conversation_history": [USER], "response_objs": outputs, **fields}
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch,
+    calls: Calls,
+    fake: FakeJudge | None = None,
+    *,
+    client: Any = None,
+    functions: dict[str, str] | None = None,
+    combine: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    **rules: Any,
+) -> list[Answer]:
+    """Return the answers to all calls, which are sent at once; ``client`` False: no model."""
+    model = FakeClient() if client is None else client
+    if model:
+        model.aclose = _nothing
+        monkeypatch.setattr(gateway, "_build_client", lambda config, token: model)
+
+    async def run() -> list[Answer]:
+        judge_config = JudgeConfig()
+        if fake is not None:
+            rules.setdefault("timeout_s", 0.3)
+            rules.setdefault("retries", 1)
+            judge_config = JudgeConfig(url=fake.url, model="j", **rules)
+        config = GatewayRunConfig(
+            backends=["http://one"] if model else [],
+            judge=judge_config,
+            functions=functions or {},
+            function_timeout_s=0.3,
+            combine=CombineConfig(**(combine or {})),
+            gateway=GatewayConfig(**(settings or {})),
+        )
+        service = gateway.build_service(config, None)
+        endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
+        front = Front(
+            [HostedModel(service, endpoints)], endpoints, config.gateway, None, service.statistics
+        )
+        await service.start()
+        posts = [call_async(front, path, body) for path, body in calls if body is not None]
+        answers = list(await asyncio.gather(*posts))
+        for path, body in calls:
+            if body is None:
+                answers.append(await call_async(front, path))
+        await service.close()
+        return answers
+
+    async def with_judge() -> list[Answer]:
+        if fake is None:
+            return await run()
+        async with fake.running():
+            return await run()
+
+    return asyncio.run(with_judge())
+
+
+async def _nothing() -> None:
+    return

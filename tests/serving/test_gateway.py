@@ -242,7 +242,7 @@ def test_combined_rewards_reach_a_client_by_their_own_contract_and_the_log_has_t
     log = tmp_path / "top.jsonl"
     settings = [
         f"backends=[{lone.url}]",
-        "functions={length: tests.serving.test_composed:count_characters}",
+        "functions={length: tests.serving.gateway_calls:count_characters}",
         "combine.weights={model: 1, length: -10}",
         f"gateway.top_rewards_file={log}",
         "gateway.top_rewards_kept=2",

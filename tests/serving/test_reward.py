@@ -229,6 +229,7 @@ def test_sample_that_never_ends_may_be_sent_again_and_others_are_answered_meanwh
     untried = "not tried, because 3 earlier samples took too long to tokenize"
     assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
     assert attack.rejected == {}
+    assert (aside.temporary, attack.temporary) == ({1}, {*range(5)})
     service.service.stop()
 
 

@@ -126,7 +126,9 @@ def test_text_in_another_template_is_counted_logged_and_marked(
     assert "x-foreign-template-rows" not in ours.headers
 
 
-def test_text_in_another_template_is_rejected_if_asked_for() -> None:
+def test_text_in_another_template_is_rejected_if_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     client = FakeClient()
     client.sample_frame_async = AsyncMock(return_value=FRAME)
     app = make(client, reject_foreign_templates=True)
@@ -141,6 +143,8 @@ def test_text_in_another_template_is_rejected_if_asked_for() -> None:
             assert answer.status == 400, path
             assert "(gateway.reject_foreign_templates). Send messages" in message(answer), path
         assert rows_counted(app, path, "foreign_template") == 1, path
+    # A refused_reward would not help: it is not for these samples.
+    assert "refused_reward" not in capsys.readouterr().out
     assert client.asked == [[OURS]]
     assert call(app, "/v1/rewards", {"texts": [OTHER]}).json["rewards"] == [None]
     assert call(app, "/classify", {"input": OURS}).status == 200

@@ -17,6 +17,7 @@ from nemo_aligner.serving.composed import ComposedService
 from nemo_aligner.serving.drift import AttributeDrift, RecentRewards
 from nemo_aligner.serving.failures import (
     ALL_ROWS,
+    FINAL_ROWS,
     NO_ROWS,
     NO_TOKEN,
     REJECTED_ROWS,
@@ -76,11 +77,17 @@ def test_upstream_rejects_no_row_that_the_judge_of_a_backend_failed_on() -> None
     assert scored.rejected == {0: "the text is empty", 1: "an image"}
     failed = ask(service(client), request, aside=REJECTED_ROWS)
     assert failed == Failure("row 2: judge: no", FailureKind.unscored)
+    slow = replace(client.score_rows_async.return_value, temporary=frozenset({1}))
+    client.score_rows_async.return_value = slow
+    failed = ask(service(client), request, aside=REJECTED_ROWS)
+    assert failed == Failure("row 2: judge: no", FailureKind.unreachable, 1)
     weighted = CombineConfig(weights={"model": 2.0})
     config = GatewayRunConfig(backends=["http://one"], combine=weighted)
     composed = ComposedService(service(client), [], config)
-    scored = asyncio.run(composed.answer(request, ALL_ROWS))
+    # If the text is slow, the backend has left it out, although it has scored no other one.
+    scored = asyncio.run(composed.answer(request, FINAL_ROWS))
     assert scored.rejected == {0: "the text is empty", 1: "an image"}
+    assert (scored.unscored, scored.temporary) == ({2}, {2})
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -6,6 +6,7 @@ of the first reward, whichever came earlier.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -77,6 +78,23 @@ class ContractCheck:
         return self._expected is not None
 
     @property
+    def compares_rows(self) -> bool | None:
+        """Whether a reward may depend on the other samples of its request; None if unknown.
+
+        It may if the servers are gateways that combine rewards: a judge compares replies to the
+        same prompt, a gate compares their rewards, and functions get all samples of a request.
+        """
+        entries = [self._expected, *self._published.values()]
+        contracts = [entry.contract for entry in entries if entry is not None]
+        contract = next((contract for contract in contracts if contract is not None), None)
+        if contract is None:
+            return None
+        try:
+            return "combine" in json.loads(contract.shaping or "{}")
+        except (ValueError, TypeError, RecursionError):  # rules of another program
+            return None
+
+    @property
     def missing(self) -> str | None:
         """Return why a server that publishes no contract is rejected; None if it is accepted."""
         if self._expected is not None and self._expected.hash is not None:
@@ -108,8 +126,8 @@ class ContractCheck:
         self.check_fingerprint(server, fingerprint)
         # Before the first reward it is unknown which server is right: compare with all others.
         expected = self._published.values() if self._expected is None else [self._expected]
-        for other in expected:
-            _check_same_contract(server, published, other)
+        for expected_contract in expected:
+            _check_same_contract(server, published, expected_contract)
         self.fingerprints.accept(server, fingerprint)
         self._published[server] = published
         if contract is not None:

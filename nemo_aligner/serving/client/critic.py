@@ -201,7 +201,7 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
 
 
 async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> CriticValues:
-    limit, _ = await pool.limit()
+    limit, *_ = await pool.limit()
     call = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
     replies = await _request_all_values(pool, call.split(limit))
     rows = [row for reply in replies for row in reply.values]

@@ -24,13 +24,13 @@ from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
-    Message,
     Messages,
     flatten_message,
     messages_of,
     principle_of,
 )
 from nemo_aligner.serving.client.causes import PROBE_S, cause_of, redirect_of
+from nemo_aligner.serving.client.partial_requests import SHORT_CHARACTERS, count_characters
 from nemo_aligner.serving.failures import retry_after
 from nemo_aligner.utils.errors import ServingError, one_line
 
@@ -126,30 +126,23 @@ class JudgeClient:
     async def judge(
         self,
         conversation: Messages | Conversation,
-        responses: Sequence[Message],
+        responses: Sequence[Messages],
     ) -> Verdict:
         """Return the verdict on one or two responses to a conversation, after retries if needed.
 
-        The responses are judged by the principle of the conversation, if it has one, instead of the
-        setting ``judge.principle``.
+        A response has one turn or, with tool calls and their results, several. The responses are
+        judged by the principle of the conversation, if it has one, instead of the setting
+        ``judge.principle``.
 
         Raises:
             JudgeError: no attempt gave a verdict; the error is that of the last one.
         """
-        # Reasoning models of OpenAI reject max_tokens, and any temperature.
-        limits = {
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-        }
-        body = {
-            "model": self._config.model,
-            "messages": self._write_messages(conversation, responses),
-            **{name: value for name, value in limits.items() if value is not None},
-            **self._config.fields,
-        }
         for attempt in range(self._config.retries + 1):
             try:
                 async with self._slots:
+                    # Only here, so that the tasks that wait for a slot hold no body: each has its
+                    # own copy of the conversation, and thousands may wait.
+                    body = await self._encode_body(conversation, responses)
                     return await self._attempt(body, len(responses))
             except JudgeError as error:
                 self.counts[error.count] += 1
@@ -185,7 +178,33 @@ class JudgeClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 
-    async def _attempt(self, body: Mapping[str, Any], num_responses: int) -> Verdict:
+    async def _encode_body(
+        self, conversation: Messages | Conversation, responses: Sequence[Messages]
+    ) -> bytes:
+        """Encode the body of a request, in a thread if it is large."""
+        samples = (conversation, *responses)
+        num_characters = sum(count_characters(sample, SHORT_CHARACTERS) for sample in samples)
+        if num_characters <= SHORT_CHARACTERS:
+            return self._write_body(conversation, responses)
+        return await asyncio.to_thread(self._write_body, conversation, responses)
+
+    def _write_body(
+        self, conversation: Messages | Conversation, responses: Sequence[Messages]
+    ) -> bytes:
+        # Reasoning models of OpenAI reject max_tokens, and any temperature.
+        limits = {
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+        body = {
+            "model": self._config.model,
+            "messages": self._write_messages(conversation, responses),
+            **{name: value for name, value in limits.items() if value is not None},
+            **self._config.fields,
+        }
+        return json.dumps(body).encode()
+
+    async def _attempt(self, body: bytes, num_responses: int) -> Verdict:
         self.counts["judge_calls"] += 1
         begun = time.monotonic()
         try:
@@ -199,12 +218,13 @@ class JudgeClient:
             raise JudgeError(reason, "judge_malformed")
         return verdict
 
-    async def _post(self, body: Mapping[str, Any]) -> bytes:
+    async def _post(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
         url = f"{self._url}{_PATH}"
         try:
             async with self._open().post(
-                url, json=body, timeout=timeout, allow_redirects=False
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 content = b""
                 async for chunk in answer.content.iter_any():
@@ -267,7 +287,7 @@ class JudgeClient:
                 self.counts[f"judge_{name}"] += count
 
     def _write_messages(
-        self, conversation: Messages | Conversation, responses: Sequence[Message]
+        self, conversation: Messages | Conversation, responses: Sequence[Messages]
     ) -> list[dict[str, str]]:
         turns = [
             {"role": turn["role"], "content": flatten_message(turn)}
@@ -275,7 +295,7 @@ class JudgeClient:
         ]
         if isinstance(conversation, Conversation):
             turns = _add_context(turns, conversation)
-        texts = [_visible_text(response) for response in responses]
+        texts = [*map(_visible_text, responses)]
         principle = principle_of(conversation) or self._config.principle
         if self._config.prompt is JudgePrompt.plain:
             return [{"role": "user", "content": _write_instructions(turns, texts, principle)}]
@@ -331,10 +351,22 @@ def _add_context(turns: list[dict[str, str]], conversation: Conversation) -> lis
     ]
 
 
-def _visible_text(response: Message) -> str:
-    """Return what a judge sees of a response: its text and tool calls, without its reasoning."""
-    visible = {name: value for name, value in response.items() if name not in REASONING}
-    return flatten_message(visible) or _EMPTY
+def _visible_text(response: Messages) -> str:
+    """Return what a judge sees of a response: all but its reasoning.
+
+    That is the text and tool calls of its turn. Several turns, such as tool calls and their
+    results, are written like those of the conversation.
+    """
+    visible_turns = (
+        {name: value for name, value in turn.items() if name not in REASONING} for turn in response
+    )
+    texts = [flatten_message(turn) or _EMPTY for turn in visible_turns]
+    return texts[0] if len(texts) == 1 else _join_turns(response, texts)
+
+
+def _join_turns(turns: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
+    lines = (f"{turn['role']}: {text}" for turn, text in zip(turns, texts, strict=True))
+    return "\n\n".join(lines)
 
 
 def _write_instructions(
@@ -352,7 +384,7 @@ def _write_instructions(
         plural="s" if is_pair else "",
         it="they are" if is_pair else "it is",
         principle="" if principle is None else f" Apply this principle: {principle}",
-        conversation="\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns),
+        conversation=_join_turns(turns, [turn["content"] for turn in turns]),
         responses="\n\n".join(responses),
         form=form,
         ranking=_RANKING if is_pair else "",

@@ -1,32 +1,34 @@
 """``PartialRequest``: the part of a call that is sent in one request.
 
 A call of any size is split into requests that the servers accept, and each is encoded when it is
-sent.
+sent. Where rewards may depend on the other samples of a request, replies to the same prompt stay in
+one request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.messages import Text, as_json, question_of
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import DataError, shown
 
-Split = Callable[[int], "list[PartialRequest]"]
+# Splits a call; the arguments are those of ``PartialRequest.split``.
+Split = Callable[[int, int | None], "list[PartialRequest]"]
 Encode = Callable[[Sequence[Any]], Tensors]
 # Errors while encoding a row: a value that JSON cannot represent, half of a surrogate pair (invalid
 # Unicode), or lists that are nested too deeply.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 # A request of up to this many characters is encoded in the event loop. A larger one would keep it
 # from answering other requests, so it is encoded in a thread.
-_SHORT = 2**16
+SHORT_CHARACTERS = 2**16
 # Limit of the characters of all requests in flight to a server. Rows of a call share their prompt
 # in memory, but each is sent with a copy of it. Requests are not split for it: a gateway's judge
 # may compare the rows of a request.
@@ -47,12 +49,14 @@ class PartialRequest:
     """Some samples of a call that are sent in one request; ``rows`` are their indices in ``items``.
 
     Rows are encoded only when the request is sent, so that a call of millions of samples has few
-    encoded samples in memory.
+    encoded samples in memory. Samples for which ``key`` returns the same value form a group, which
+    stays in one request; None stands for a sample that is in no group.
     """
 
     rows: list[int]
     items: Sequence[Any]
     encode: Encode
+    key: Callable[[Any], int | None] | None = None
 
     @property
     def inputs(self) -> Tensors:
@@ -61,15 +65,15 @@ class PartialRequest:
 
     async def measure(self) -> int:
         """Estimate the characters of the encoded request; counting ends above the budget."""
-        num_characters = self._count_characters(_SHORT)
-        if num_characters <= _SHORT:
+        num_characters = self._count_characters(SHORT_CHARACTERS)
+        if num_characters <= SHORT_CHARACTERS:
             return num_characters
         return await asyncio.to_thread(self._count_characters, _MOST_IN_FLIGHT)
 
     def _count_characters(self, limit: int) -> int:
         total = 0
         for row in self.rows:
-            total += _count_characters(self.items[row], limit)
+            total += count_characters(self.items[row], limit)
             if total > limit:
                 break
         return total
@@ -78,20 +82,75 @@ class PartialRequest:
         """Return a smaller request; ``rows`` are some of this request's indices in ``items``."""
         return replace(self, rows=rows)
 
-    def split(self, size: int) -> list[PartialRequest]:
-        """Split the request into requests of at most ``size`` rows."""
-        return [self.select(rows) for rows in _split_rows(self.rows, size)]
+    def split(self, size: int, group_size: int | None = None) -> list[PartialRequest]:
+        """Split the request into requests of at most ``size`` rows, between groups.
+
+        A larger group becomes one request of its own; only one of more than ``group_size`` rows
+        (None: ``size``) is cut.
+        """
+        if self.key is None or len(self.rows) <= size:
+            return [self.select(rows) for rows in _split_rows(self.rows, size)]
+        groups: dict[Hashable, list[int]] = {}
+        for row in self.rows:
+            key = self.key(self.items[row])
+            groups.setdefault((row,) if key is None else key, []).append(row)
+        requests: list[list[int]] = []
+        for group in groups.values():
+            for rows in _split_rows(group, max(size, group_size or 0)):
+                if requests and len(requests[-1]) + len(rows) <= size:
+                    requests[-1] += rows
+                else:
+                    requests.append(rows)
+        return [self.select(rows) for rows in requests]
+
+    def halve(self) -> list[PartialRequest]:
+        """Split the request into two or three, between groups if it has several.
+
+        A single group is cut, and its parts have no ``key``. A single row stays as it is.
+        """
+        size = -(-len(self.rows) // 2)
+        halves = self.split(size, len(self.rows))
+        return halves if len(halves) > 1 else replace(self, key=None).split(size)
 
 
-def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
-    """Split samples into requests of at most ``limit`` raw texts or conversations."""
+def split_texts(
+    texts: Sequence[Text], size: int, group_size: int | None = None
+) -> list[PartialRequest]:
+    """Split samples into requests of at most ``size`` raw texts or conversations.
+
+    With ``group_size``, conversations that answer the same prompt stay together: see
+    ``PartialRequest.split``.
+    """
     # One request has either raw texts or conversations, so the two are sent separately.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
+    key = None if group_size is None else _prompt_key
     return [
-        *PartialRequest(sentences, texts, kserve.encode_sentences).split(limit),
-        *PartialRequest(conversations, texts, kserve.encode_conversations).split(limit),
+        *PartialRequest(sentences, texts, kserve.encode_sentences).split(size),
+        *PartialRequest(conversations, texts, kserve.encode_conversations, key).split(
+            size, group_size
+        ),
     ]
+
+
+def _prompt_key(sample: Any) -> int | None:
+    """Return a hash of what replies to the same prompt share; None for a malformed sample.
+
+    A gateway's judge groups the samples of a request in the same way (``serving/parts.py``).
+    """
+    try:
+        conversation = as_json(sample)
+        fields = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
+        return hash(_as_hashable({**fields, "messages": question_of(fields["messages"])}))
+    except (KeyError, TypeError, RecursionError):
+        return None
+
+
+def _as_hashable(value: Any) -> Hashable:
+    # Faster than JSON, because nothing is copied, and Python stores the hash of a string.
+    if isinstance(value, dict):
+        return frozenset([(name, _as_hashable(item)) for name, item in value.items()])
+    return tuple(map(_as_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -110,11 +169,16 @@ def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return rows
 
 
-def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
-    """Split token sequences into requests of at most ``limit`` rows."""
+def split_tokens(
+    token_lists: Sequence[Sequence[int]], size: int, group_size: int | None = None
+) -> list[PartialRequest]:
+    """Split token sequences into requests of at most ``size`` rows.
+
+    ``group_size`` has no effect: a gateway that combines rewards does not take token ids.
+    """
     # Sorted by length, so that a request carries little padding.
     by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
-    return PartialRequest(by_length, token_lists, kserve.encode_tokens).split(limit)
+    return PartialRequest(by_length, token_lists, kserve.encode_tokens).split(size)
 
 
 def _has_length(ids: object) -> bool:
@@ -125,7 +189,7 @@ def _has_length(ids: object) -> bool:
     return True
 
 
-def _count_characters(sample: Any, limit: int) -> int:
+def count_characters(sample: Any, limit: int) -> int:
     """Estimate the characters of a sample as JSON; counting ends soon after ``limit``."""
     total, waiting = 0, [as_json(sample)]
     while waiting and total <= limit:
@@ -152,7 +216,7 @@ async def encode_request(part: PartialRequest, num_characters: int) -> Tensors:
     Raises:
         RefusedError: a row cannot be encoded; the message has its index in the request.
     """
-    if num_characters <= _SHORT:
+    if num_characters <= SHORT_CHARACTERS:
         return encode_rows(part)
     return await asyncio.to_thread(encode_rows, part)
 
@@ -185,7 +249,7 @@ class CharacterBudget:
     """
 
     def __init__(self, num_servers: int) -> None:
-        self._num_blocks = num_servers * _MOST_IN_FLIGHT // _SHORT
+        self._num_blocks = num_servers * _MOST_IN_FLIGHT // SHORT_CHARACTERS
         self._blocks = asyncio.Semaphore(self._num_blocks)
         # Only one request at a time collects blocks, so that two never wait for each other's.
         self._turn = asyncio.Lock()
@@ -193,7 +257,7 @@ class CharacterBudget:
     @asynccontextmanager
     async def spend(self, num_characters: int) -> AsyncIterator[None]:
         """Wait until a request of this size may be encoded; it counts until the context ends."""
-        needed, acquired = min(num_characters // _SHORT, self._num_blocks), 0
+        needed, acquired = min(num_characters // SHORT_CHARACTERS, self._num_blocks), 0
         try:
             if needed:
                 async with self._turn:

@@ -153,20 +153,20 @@ class ServerPool:
         self._has_compared_servers = False
         self._handshakes: asyncio.Task[None] | None = None
 
-    async def limit(self) -> tuple[int, int]:
-        """Return the maximum number of rows of a request, and the number of available servers.
+    async def limit(self) -> tuple[int, int, bool | None]:
+        """Return limit of rows, number of available servers, and ``ContractCheck.compares_rows``.
 
         Raises:
             ServingError: no server is available.
         """
         return await self._limit_time(self._read_limits())
 
-    async def _read_limits(self) -> tuple[int, int]:
+    async def _read_limits(self) -> tuple[int, int, bool | None]:
         # _choose returns as soon as a server is ready. Read the limits at once: if another task ran
         # first, it could find that the last server is gone.
         await self._choose(1, _Search())
         limits = [server.limit for server in self._servers if server.limit is not None]
-        return min(limits), len(limits)
+        return min(limits), len(limits), self._contract_check.compares_rows
 
     async def infer(
         self, part: PartialRequest, marks: Collection[str] = (), prefix: bytes | None = None
@@ -573,10 +573,12 @@ def _pick(servers: Sequence[RemoteServer], prefix: bytes | None) -> RemoteServer
     Which server has a prefix follows from their hashes (rendezvous hashing, Thaler and Ravishankar
     1998): all clients choose alike, and if a server leaves, only its own prefixes move.
     """
-    least = min(server.in_flight for server in servers)
+    fewest_in_flight = min(server.in_flight for server in servers)
     if prefix is None:
-        return next(server for server in servers if server.in_flight == least)
-    idle = [server for server in servers if server.in_flight <= least + _MOST_EXTRA_REQUESTS]
+        return next(server for server in servers if server.in_flight == fewest_in_flight)
+    idle = [
+        server for server in servers if server.in_flight <= fewest_in_flight + _MOST_EXTRA_REQUESTS
+    ]
     return max(idle, key=lambda server: hashlib.blake2b(server.url.encode(), key=prefix).digest())
 
 

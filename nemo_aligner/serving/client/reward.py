@@ -1,13 +1,15 @@
 """RewardClient: score samples over HTTP with blocking calls, futures or asyncio.
 
-A call of any size is split into requests that the servers accept. An answer has a reason for each
-row without a reward. Triton and earlier servers reject a whole request if one row is bad, and name
-the row; the client then sends the other rows again. Repeating a request is harmless, because
-scoring has no side effects.
+A call of any size is split into requests that the servers accept. Replies to the same prompt stay
+in one request if a gateway's judge may compare them. An answer has a reason for each row without a
+reward. Triton and earlier servers reject a whole request if one row is bad, and name the row; the
+client then sends the other rows again. Repeating a request is harmless, because scoring has no side
+effects.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -56,9 +58,11 @@ class RewardClient(ServerClient[ServerPool]):
     has tools, documents and a principle. The server writes conversations in the model's chat
     template.
 
-    A call is split into requests, which are sent concurrently, each to the least busy server. A
-    server that is gone gets no requests for a while, and is tried again later. The client is safe
-    to use from several threads.
+    A call is split into requests, which are sent concurrently, each to the least busy server. If
+    the servers are gateways that combine rewards, or their contract is unknown, replies to the same
+    prompt stay in one request, up to the servers' limit of rows: a judge may compare them. A server
+    that is gone gets no requests for a while, and is tried again later. The client is safe to use
+    from several threads.
 
     All rewards of a client have the same scoring contract: ``expect`` (a contract or its hash), or
     the contract of the first answer. A server with another contract gets no requests until it is
@@ -321,8 +325,9 @@ def _prepare_split(texts: Sequence[Text], principle: Principles) -> tuple[int, S
 
 # RowCollector puts the rewards of a call in the caller's order, and records why rows were rejected.
 
-# Maximum number of rows of a request. Larger requests gain nothing, because the server merges
-# waiting requests, and a rejected or lost request is sent again as a whole.
+# Maximum number of rows of a request, unless more rows must stay together. Larger requests gain
+# nothing, because the server merges waiting requests, and a rejected or lost request is sent again
+# as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
 
@@ -351,6 +356,7 @@ class RowCollector:
         }
         self._errors: dict[int, str] = {}
         self._unscored: set[int] = set()
+        self._temporary: set[int] = set()
         # Why requests of a single row were rejected, by row, if the server did not name the row.
         self._unnamed: dict[int, RefusedError] = {}
         self._exceeded: set[int] = set()
@@ -358,7 +364,7 @@ class RowCollector:
         self._fingerprints: set[str | None] = set()
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
-        """Score ``total`` rows; ``split(size)`` makes requests of at most ``size`` rows.
+        """Score ``total`` rows.
 
         Args:
             total: number of rows of the call, N.
@@ -371,12 +377,7 @@ class RowCollector:
         """
         self._progress.total = total
         if total:
-            limit, servers = await self._pool.limit()
-            # A call is spread over all servers, even if a single one could take all of it.
-            size = min(limit, _MOST_ROWS, -(-total // servers))
-            if self._is_probe:  # servers count requests of more rows
-                size = 1
-            parts = split(size)
+            parts, servers = await self._split(total, split)
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
             try:
@@ -399,8 +400,23 @@ class RowCollector:
             # Rows that were scored by several models have no common fingerprint.
             self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
             unscored=frozenset(self._unscored),
+            temporary=frozenset(self._temporary),
             **optional,
         )
+
+    async def _split(self, total: int, split: Split) -> tuple[list[PartialRequest], int]:
+        """Split the call into requests; return also the number of available servers."""
+        limit, servers, compares_rows = await self._pool.limit()
+        if self._is_probe:  # servers count requests of more rows, and no judge compares probes
+            return split(1, None), servers
+        # A call is spread over all servers, even if a single one could take all of it.
+        size = min(limit, _MOST_ROWS, -(-total // servers))
+        if compares_rows is False:
+            return split(size, None), servers
+        if total <= size:
+            return split(size, limit), servers
+        # In a thread: comparing many long prompts would block the event loop for seconds.
+        return await asyncio.to_thread(split, size, limit), servers
 
     def _check_call(self, total: int) -> None:
         """Raise the refusal if the call is at fault and not its rows, e.g. for a wrong model name.
@@ -470,6 +486,7 @@ class RowCollector:
         self._progress.answered += len(part.rows)
         self._errors |= {part.rows[place]: reason for place, reason in scored.errors.items()}
         self._unscored.update(part.rows[place] for place in scored.unscored)
+        self._temporary.update(part.rows[place] for place in scored.temporary)
         places = [place for place in range(len(part.rows)) if place not in scored.errors]
         if not places:
             return
@@ -493,7 +510,7 @@ class RowCollector:
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         self._progress.answered += 1
-        return part.select([other for other in part.rows if other != row])
+        return part.select([other_row for other_row in part.rows if other_row != row])
 
     def _may_skip(self, refusal: RefusedError) -> bool:
         """Return whether rejected rows are to have no reward, instead of failing the call."""
@@ -513,7 +530,14 @@ class RowCollector:
             self._errors[row], self._unnamed[row] = refusal.reason, refusal
             self._progress.answered += 1
             return
-        await run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
+        halves = part.halve()
+        if is_too_large and halves[0].key is not part.key:  # a single group was cut
+            logger.warning(
+                "%d replies to the same prompt are sent in several requests, so a gateway's judge "
+                "may compare only some of them with each other: %s",
+                *(len(part.rows), refusal.reason),
+            )
+        await run_all(self._score(half) for half in halves)
 
 
 # How much of a sample's beginning stands for the prefix that later samples may share. Shorter

@@ -52,11 +52,11 @@ class ServedScorer:
         return self._client.fingerprint
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score N samples: rewards ``[N, A]``, NaN where rejected; the client logs the reasons."""
+        """Score N samples: rewards ``[N, A]``, NaN where none; the client logs the reasons."""
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
-        # If the server rejected every sample, its answer does not show the number of attributes.
+        # If no sample has a reward, the server's answer does not show the number of attributes.
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 

@@ -78,7 +78,8 @@ class FrontMetrics:
         )
         self._rows = Counter(
             f"{_HTTP}_rows",
-            "samples: scored or refused; cut, completed and foreign_template ones are among them",
+            "samples: scored, refused or unscored; "
+            "cut, completed and foreign_template ones are among them",
             ["route", "outcome"],
             registry=self._registry,
         )
@@ -89,19 +90,21 @@ class FrontMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def count_scored(self, path: str, scored: ScoredRows) -> None:
-        """Count the rows of an answer by outcome: scored or refused.
+        """Count the rows of an answer by outcome: scored, refused, or unscored.
 
+        A refused row was rejected; an unscored one has no reward, and is not at fault itself.
         Truncated rows are also counted as cut.
         """
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
-        self._rows.labels(path, "refused").inc(len(scored.errors))
+        self._rows.labels(path, "refused").inc(len(scored.rejected))
+        self._rows.labels(path, "unscored").inc(len(scored.unscored))
         self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def count_rows(self, path: str, outcome: str, rows: int) -> None:
         """Count rows under a further ``outcome``: ``completed`` or ``foreign_template``.
 
-        Each of these rows is also counted as scored or refused.
+        Each of these rows is also counted as scored, refused or unscored.
         """
         if rows:
             self._rows.labels(path, outcome).inc(rows)

@@ -20,11 +20,15 @@ from nemo_aligner.serving.front.models import HostedModel, HostedModels
 from nemo_aligner.serving.front.notices import RequestNotices
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import HttpAnswer, Route, Served, row_headers
-from nemo_aligner.serving.scoring import FOREIGN_ADVICE, check_num_rows
+from nemo_aligner.serving.scoring import check_num_rows
 from nemo_aligner.utils.errors import ServingError
 
 # Key of a request's ASGI scope with the ``HostedModel`` that its path names.
 MODEL_IN_SCOPE = "nemo_aligner.model"
+
+
+class _ForeignTemplateError(RequestError):
+    """A sample in another chat template, which is rejected even with a ``refused_reward``."""
 
 
 class RouteHandler:
@@ -79,8 +83,8 @@ class RouteHandler:
         response = await call_by_size(size, _refuse, route, failure, body)
         path = model.name_route(route.path)
         advice = ""
-        # A sample in another template is rejected even with a refused_reward.
-        may_help = self._config.refused_reward is None and FOREIGN_ADVICE not in failure.message
+        is_foreign = isinstance(failure, _ForeignTemplateError)
+        may_help = self._config.refused_reward is None and not is_foreign
         if failure.row is not None and route.takes_refused_reward and may_help:
             advice = (
                 f". With {self._config.section}.refused_reward the sample would get that reward"
@@ -121,7 +125,7 @@ class RouteHandler:
 
     def _marked_route(self, names: Collection[str]) -> Route[Any]:
         unknown = set(names) - self._route.request.model_fields.keys()
-        marked = (other for other in self._others if unknown & set(other.marks))
+        marked = (route for route in self._others if unknown & set(route.marks))
         return next(marked, self._route)
 
     async def _score(
@@ -198,8 +202,8 @@ class RouteHandler:
         Reject such rows if configured.
 
         Raises:
-            RequestError: such rows are rejected, and the answer of this protocol has no place for
-                errors of single rows.
+            _ForeignTemplateError: such rows are rejected, and the answer of this protocol has no
+                place for errors of single rows.
         """
         row, fault = next(iter(foreign.items()))
         self._notices.note_template(model.name_route(route.path), row, fault)
@@ -207,8 +211,13 @@ class RouteHandler:
             return request
         if not route.sets_rows_aside:
             setting = f"{self._config.section}.reject_foreign_templates"
-            text = f"row {row}: {fault} ({setting}). {FOREIGN_ADVICE}"
-            raise RequestError(text, FailureKind.bad_request, row=row)
+            raise _ForeignTemplateError(
+                f"row {row}: {fault} ({setting}). Send messages, which the server writes in the "
+                "model's template, or write the texts in that template (field template of "
+                "/v1/contract)",
+                FailureKind.bad_request,
+                row=row,
+            )
         return request.without_rows(foreign)
 
     def _describe_model(self, model: HostedModel, scored: ScoredRows) -> Served:
@@ -230,19 +239,27 @@ def model_of(request: Request) -> HostedModel | None:
     return model
 
 
-async def _blame(model: HostedModel, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
+async def _blame(
+    model: HostedModel, refusal: RequestError, with_valid_reply: ScoreRequest
+) -> ScoredRows:
     """Find out whether the prompt or the reply is at fault in a rejected request.
 
-    ``other`` is the same request with a reply that is always valid.
-
-    If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
-    Otherwise the prompt is at fault, so raise the error of ``other``.
+    If the same request ``with_valid_reply`` can be scored, the reply is at fault: return
+    ``refusal`` as the error of row 0. Otherwise the prompt is at fault, so raise the error of
+    ``with_valid_reply``.
     """
-    scored = await model.scoring.answer(other, NO_ROWS, is_probe=True)
+    scored = await model.scoring.answer(with_valid_reply, NO_ROWS, is_probe=True)
     reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-    # The other reply's reward is not used, only the number of attributes, for a row of NaN.
-    no_rewards = np.full_like(scored.rewards, np.nan)
-    return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
+    # The valid reply's reward is not used, only the number of attributes, for a row of NaN, and the
+    # parts, because an answer names them also for a rejected reply.
+    return ScoredRows(
+        np.full_like(scored.rewards, np.nan),
+        {0: reason},
+        np.zeros(1, dtype=bool),
+        part_names=scored.part_names,
+        parts=scored.parts,
+        components=scored.components,
+    )
 
 
 def _refuse(route: Route[Any], failure: RequestError, body: Any) -> Response:

@@ -56,11 +56,13 @@ class ScoreRequest:
         token_lists: B lists of token ids; None if the request has texts.
         add_eos: B flags: whether the sender expects an end-of-sequence token to be added. Only
             clients of NeMo-Aligner send them.
-        refused: row number in the request -> reason, for rows that cannot be scored. They come in
-            addition to the B rows, which have the remaining row numbers in order.
+        refused: row number in the request -> reason, for rows that are rejected before scoring.
+            They come in addition to the B rows, which have the remaining row numbers in order.
         adds_special_tokens: False if the sender expects that no BOS or EOS is added to raw texts;
             then a text to which the scoring contract adds one is rejected. Only clients of vLLM
             send it.
+        num_prompt_turns: number of messages with which all B conversations begin, and after which
+            their replies begin; None if only the conversations themselves tell (``question_of``).
     """
 
     texts: list[Text] | None = None
@@ -68,6 +70,7 @@ class ScoreRequest:
     add_eos: list[bool] | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
     adds_special_tokens: bool = True
+    num_prompt_turns: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -92,4 +95,5 @@ class ScoreRequest:
             remaining(self.add_eos),
             {**self.refused, **reasons},
             self.adds_special_tokens,
+            self.num_prompt_turns,
         )

@@ -96,8 +96,8 @@ class Served:
             no scoring contract.
         reward_threshold: from this reward on, NeMo Gym counts a reply as good.
         scale: ``reward_scale`` of the contract; None if the server publishes none.
-        refused_reward: reward of a sample that cannot be scored, on routes that use it; None if
-            such a sample fails its request.
+        refused_reward: reward of a rejected sample, on routes that use it; None if such a sample
+            fails its request.
     """
 
     model_name: str
@@ -108,7 +108,10 @@ class Served:
     refused_reward: float | None = None
 
     def fill_refused(self, values: np.ndarray, scored: ScoredRows) -> list[Any]:
-        """Return ``values [B, ...]`` with ``refused_reward`` in each row that has no reward."""
+        """Return ``values [B, ...]`` with ``refused_reward`` in each row of ``scored.errors``.
+
+        All of them are rejected rows, because an unscored one fails the request on these routes.
+        """
         filled = values.copy()
         if self.refused_reward is not None:
             filled[[*scored.errors]] = self.refused_reward
@@ -188,9 +191,8 @@ class Route(Generic[T]):
             rejected, the front scores that request to find out what is at fault. If this succeeds,
             the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
             the prompt is at fault, and ``refuse`` builds the answer.
-        takes_refused_reward: whether a rejected row gets the setting
-            ``refused_reward``, if it is not null. It is for trainers whose runs end without a
-            reward for each sample.
+        takes_refused_reward: whether a rejected row gets the setting ``refused_reward``, if it is
+            not null. It is for trainers whose runs end without a reward for each sample.
         marks: names of fields that only this protocol has. They select this route if another
             protocol has an earlier route at the same ``path``.
         count_rows: counts the samples that ``read`` would build from a body, without building them.

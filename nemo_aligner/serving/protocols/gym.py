@@ -55,6 +55,7 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.responses_api import (
     append_turns,
     check_copies,
+    count_shared_turns,
     merge_assistant_turns,
     turns_of,
 )
@@ -75,7 +76,6 @@ _ATTRIBUTE, _PART, _FAILURE = "attribute/", "part/", "_ng_failure_"
 # Prefixes of the kinds of failures that Gym should try again. A rollout without
 # ``_ng_failure_class`` is final for Gym.
 _RETRIED = ("transport_", "provider_unavailable", "judge_failed")
-
 
 _EXAMPLE_PART = {"type": "output_text", "text": "A rose."}
 _EXAMPLE: dict[str, Any] = {
@@ -295,8 +295,8 @@ def _answer_failure(body: VerifyRequest, kind: str, reason: str, is_masked: bool
 # returns the judge's comparisons, and ``parts`` of each reward. ``conversation_history`` has the
 # messages before the replies; ``response_objs`` are read like the response of ``/verify``. All
 # replies are rewarded by the ``principle``, if there is one; a model that was trained without
-# principles rejects it. A reply that cannot be scored gets ``refused_reward`` of the server's
-# settings. If that is null, the whole group fails, because a made-up reward would train the policy.
+# principles rejects it. A rejected reply gets ``refused_reward`` of the server's settings. If that
+# is null, the whole group fails, because a made-up reward would train the policy.
 
 
 class CompareRequest(Body):
@@ -340,7 +340,7 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
             texts.append(_append_reply(prompt, reply, location))
         except ServingError as error:
             refused[number] = str(error)
-    return ScoreRequest(texts=texts, refused=refused)
+    return ScoreRequest(texts, refused=refused, num_prompt_turns=count_shared_turns(prompt))
 
 
 def count_replies(body: CompareRequest) -> int:
@@ -360,7 +360,7 @@ def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> 
     """Build the answer: rewards, and metrics under the names that Gym's judge uses.
 
     Raises:
-        ServingError: a reply cannot be scored, and there is no ``refused_reward``.
+        ServingError: a reply is rejected, and there is no ``refused_reward``.
     """
     if scored.errors and served.refused_reward is None:
         raise ServingError(scored.errors[min(scored.errors)])

@@ -38,8 +38,8 @@ output                 dtype  shape           meaning
 A row that is rejected fails the whole request, unless the request has the parameter ``row_errors:
 true``. The answer then has NaN for each such row, and the output ``errors`` BYTES [B, 1]: why a row
 has no reward, empty for a row with one. A request whose rows all have rewards has no ``errors``.
-``unscored`` INT32 [B, 1] is 1 if the row is not rejected, but a gateway's judge or function failed,
-or tokenizing took too long.
+``unscored`` INT32 [B, 1] is not 0 if the row is not rejected, but a gateway's judge or function
+failed, or tokenizing took too long: 2 if the row may get a reward when it is sent again, else 1.
 
 ``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which give for each row the
 message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has
@@ -192,7 +192,8 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     if scored.errors:
         outputs[ERRORS] = _bytes_column(scored.errors.get(row, "").encode() for row in range(rows))
     if scored.unscored:
-        outputs[UNSCORED] = np.array([[row in scored.unscored] for row in range(rows)], np.int32)
+        marks = [[(row in scored.unscored) + (row in scored.temporary)] for row in range(rows)]
+        outputs[UNSCORED] = np.array(marks, np.int32)
     return outputs
 
 
@@ -209,14 +210,15 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
             optional[spec.name] = values.reshape(-1)
     reasons = map(_decode_bytes, outputs.get(ERRORS, np.zeros(0, np.object_)).reshape(-1))
     errors = {row: reason for row, reason in enumerate(reasons) if reason}
-    unscored = np.flatnonzero(outputs.get(UNSCORED, np.zeros(0))).tolist()
+    marks = np.asarray(outputs.get(UNSCORED, np.zeros(0))).reshape(-1).tolist()
     return ScoredRows(
         rewards,
         errors,
         np.asarray(exceeded).reshape(-1).astype(bool),
         _first_text(outputs, "contract_hash"),
         _first_text(outputs, "model_fingerprint"),
-        unscored=frozenset(row for row in unscored if row in errors),
+        unscored=frozenset(row for row, mark in enumerate(marks) if mark and row in errors),
+        temporary=frozenset(row for row, mark in enumerate(marks) if mark == 2 and row in errors),
         **optional,
     )
 

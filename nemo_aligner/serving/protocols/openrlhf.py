@@ -11,9 +11,9 @@ is 1 for a query that was cut to the model's length, ``foreign_template`` for on
 model's chat template, and ``refused`` for one that got ``refused_reward``; ``reward_NAME`` is an
 attribute. The trainer's own metric ``truncated`` is about replies that it cut off itself.
 
-A query that cannot be scored gets the reward ``refused_reward`` of the server's settings. If that
-is null, it is an HTTP 400: the trainer sends it five times, and then ends with an error that does
-not name the cause, because its batches need a reward for each sample.
+A rejected query gets the reward ``refused_reward`` of the server's settings. If that is null, it is
+an HTTP 400: the trainer sends it five times, and then ends with an error that does not name the
+cause, because its batches need a reward for each sample.
 """
 
 from __future__ import annotations

@@ -104,6 +104,16 @@ def check_copies(prompt: Messages, num_replies: int) -> None:
         )
 
 
+def count_shared_turns(prompt: Messages | Conversation) -> int:
+    """Count the prompt's messages that do not depend on the reply that ``append_turns`` appends.
+
+    A reply continues the assistant's turn at the end of the prompt, if there is one.
+    """
+    messages = messages_of(prompt)
+    continues = bool(messages) and messages[-1]["role"] == "assistant"
+    return len(messages) - continues
+
+
 def append_turns(
     prompt: Messages | Conversation, reply: Messages, location: str
 ) -> Messages | Conversation:

@@ -12,7 +12,7 @@ list with an entry for each: a string, null, or a list of K strings. A conversat
 principles has K rows in the answer, one after the other.
 
 The answer has ``rewards``, one row per sample with a number for each of ``attributes``. A row is
-null if its sample cannot be scored; ``errors`` has the reason. ``scale`` is ``probability``,
+null if its sample has no reward; ``errors`` has the reason. ``scale`` is ``probability``,
 ``log_odds`` or ``score``. ``truncated`` is true for samples that were cut to the model's length.
 ``contract_hash`` and ``model_fingerprint`` identify the scoring contract and the weights.
 

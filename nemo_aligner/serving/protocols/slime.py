@@ -10,7 +10,7 @@ list of messages, and ``response`` is the assistant's next message. ``label`` (t
 rule-based rewards) is ignored.
 
 If the status is not 200, slime repeats the request up to ten times, and then ends its run. So a
-sample that cannot be scored gets the setting ``refused_reward`` as its reward, if it is not null.
+rejected sample gets the setting ``refused_reward`` as its reward, if it is not null.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -41,7 +42,7 @@ def judged(
         async with fake.running():
             client = JudgeClient(JudgeConfig(url=fake.url, model="j", **settings), token)
             try:
-                return await client.judge(conversation, [reply(text) for text in texts]), client
+                return await client.judge(conversation, [[reply(text)] for text in texts]), client
             except JudgeError as error:
                 return error, client
             finally:
@@ -134,13 +135,45 @@ def test_judge_sees_tool_calls_of_a_response_and_not_its_reasoning() -> None:
         async with fake.running():
             client = JudgeClient(JudgeConfig(url=fake.url, model="j"))
             response = reply("", tool_calls=calls, reasoning_content="hidden 5")
-            assert (await client.judge(PROMPT, [response])).scores == (3.0,)
-            await client.judge(PROMPT, [reply("1", reasoning_content="hidden 5")])
+            assert (await client.judge(PROMPT, [[response]])).scores == (3.0,)
+            await client.judge(PROMPT, [[reply("1", reasoning_content="hidden 5")]])
             await client.aclose()
 
     asyncio.run(run())
     texts = [body["messages"][-1]["content"] for body in fake.requests]
     assert texts == ['{"name": "f", "arguments": {"x": 3}}', "1"]
+
+
+def test_bodies_are_written_one_per_slot_and_large_ones_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of judgments wait for a slot, and each would hold a copy of its conversation."""
+    threads: list[int] = []
+    write = JudgeClient._write_messages
+
+    def note_thread(client: JudgeClient, *arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return write(client, *arguments)
+
+    async def run() -> None:
+        client = JudgeClient(JudgeConfig(url="http://a", model="j", max_connections=1))
+        may_answer = asyncio.Event()
+
+        async def wait(body: bytes, num_responses: int) -> Verdict:
+            await may_answer.wait()
+            return Verdict((1.0,))
+
+        monkeypatch.setattr(client, "_attempt", wait)
+        replies = [reply("1"), reply("1" * 2**17)]
+        judgments = [asyncio.ensure_future(client.judge(PROMPT, [[each]])) for each in replies]
+        await asyncio.sleep(0.01)
+        assert len(threads) == 1
+        may_answer.set()
+        await asyncio.gather(*judgments)
+
+    monkeypatch.setattr(JudgeClient, "_write_messages", note_thread)
+    asyncio.run(run())
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +225,7 @@ def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> N
             client = JudgeClient(JudgeConfig(url=fake.url, model="j", retries=1))
             states.append(await client.probe())
         with pytest.raises(JudgeError, match="connection refused"):
-            await client.judge(PROMPT, [reply("1")])
+            await client.judge(PROMPT, [[reply("1")]])
         states.append(await client.probe())
         await client.aclose()
         return states
@@ -227,7 +260,7 @@ def test_concurrent_requests_are_limited_and_a_pause_frees_a_slot() -> None:
             client = JudgeClient(config)
             begun = time.monotonic()
             texts = ["broken 1", *["1"] * 11]
-            await asyncio.gather(*(client.judge(PROMPT, [reply(text)]) for text in texts))
+            await asyncio.gather(*(client.judge(PROMPT, [[reply(text)]]) for text in texts))
             await client.aclose()
             return time.monotonic() - begun
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.client import RefusedError, RewardClient, partial_requests
 from nemo_aligner.serving.client.partial_requests import split_texts, split_tokens
 from nemo_aligner.serving.protocols import kserve
@@ -79,9 +81,10 @@ def test_rows_that_a_gateways_judge_fails_on_are_not_refused(lone: Misbehaving) 
     """A trainer gives ``refused_reward`` only to rejected rows."""
 
     def answer(texts: list[str]) -> Any:
-        marks = [[*"!?"].index(text[0]) + 1 if text[0] in "!?" else 0 for text in texts]
-        columns = {"errors": ("BYTES", [["", "no", "judge: no"][mark] for mark in marks])}
-        columns["unscored"] = ("INT32", [mark // 2 for mark in marks])
+        marks = [[*"!?*"].index(text[0]) + 1 if text[0] in "!?*" else 0 for text in texts]
+        reasons = ["", "no", "judge: no", "slow"]
+        columns = {"errors": ("BYTES", [reasons[mark] for mark in marks])}
+        columns["unscored"] = ("INT32", [max(mark - 1, 0) for mark in marks])
         added = [
             output(name, kind, [len(texts), 1], rows) for name, (kind, rows) in columns.items()
         ]
@@ -92,6 +95,9 @@ def test_rows_that_a_gateways_judge_fails_on_are_not_refused(lone: Misbehaving) 
         scored = client.score_rows(["a", "b", "c", "?", "!", "d"])
         assert (scored.errors, scored.rejected) == ({3: "judge: no", 4: "no"}, {4: "no"})
         assert scored.take([3, 4]).unscored == {0}
+        scored = client.score_rows(["a", "b", "*", "?"])
+        assert (scored.unscored, scored.temporary) == ({2, 3}, {2})
+        assert scored.take([2, 0]).temporary == {0}
         # With combine.fail_requests, the gateway does not set the row aside.
         lone.answer = lambda texts: (400, {"error": "row 1: judge: no", "kind": "unscored"})
         with pytest.raises(RefusedError, match="row 1: judge: no"):
@@ -208,6 +214,88 @@ def test_split_parts_have_one_kind_of_row_and_those_of_like_length() -> None:
     assert [part.inputs["tokens"].shape for part in parts] == [(2, 2), (2, 9)]
 
 
+def replies(*prompts: int) -> list[Any]:
+    """Build a conversation for each prompt; the same number is the same prompt."""
+    return [
+        [
+            {"role": "user", "content": f"prompt {prompt}"},
+            {"role": "assistant", "content": f"reply {row}"},
+        ]
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "group", "size", "sizes"),
+    [
+        (129, 3, 128, [126, 3]),
+        (384, 6, 128, [126, 126, 126, 6]),
+        (264, 12, 128, [120, 120, 24]),
+        (8, 8, 4, [8]),  # one prompt, two servers
+        (96, 12, 48, [48, 48]),  # eight prompts, two servers
+        (90, 3, 30, [30, 30, 30]),
+        (400, 200, 128, [200, 200]),
+        (500, 500, 128, [250, 250]),  # the server takes 250
+    ],
+)
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_split_parts_have_all_replies_to_a_prompt(
+    num_rows: int, group: int, size: int, sizes: list[int], is_scattered: bool
+) -> None:
+    num_prompts = num_rows // group
+    prompts = [row % num_prompts if is_scattered else row // group for row in range(num_rows)]
+    parts = split_texts(replies(*prompts), size, 250)
+    assert [len(part.rows) for part in parts] == sizes
+    assert sorted(row for part in parts for row in part.rows) == [*range(num_rows)]
+    found = [prompt for part in parts for prompt in {prompts[row] for row in part.rows}]
+    assert len(found) == max(num_prompts, len(parts) if group > 250 else 0)
+
+
+def test_split_parts_tell_prompts_by_principle_and_not_by_the_calls_of_a_reply() -> None:
+    asked, said = replies(1)[0]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    plain, called = [asked, said], [asked, call, {"role": "tool", "content": "1"}, said]
+    judged = {"messages": plain, "principle": "correctness"}
+    parts = split_texts([plain, Conversation(plain, principle="correctness"), called, judged], 1, 9)
+    assert [part.rows for part in parts] == [[0, 2], [1, 3]]
+    malformed: list[Any] = [5, {"messages": [None, {}]}, 5, [{"role": "user", "content": {1j}}] * 2]
+    assert [part.rows for part in split_texts(malformed, 2, 9)] == [[0, 1], [2, 3]]
+
+
+COMBINED = replace(CONTRACT, shaping=json.dumps({"combine": {}, "model": {}, "judge": {}}))
+ENSEMBLE = replace(CONTRACT, shaping=json.dumps({"ensemble": {"combine": "mean"}}))
+
+
+def test_replies_to_a_prompt_go_to_one_gateway_if_it_may_compare_them(
+    servers: list[Misbehaving], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = servers[0].come(), servers[1].come()
+    cases: list[tuple[Any, Any, list[int]]] = [
+        (CONTRACT, [1] * 8, [4, 4]),
+        (ENSEMBLE, [1] * 8, [4, 4]),
+        (COMBINED, [1] * 8, [8]),
+        (COMBINED, [1] * 4 + [2] * 4, [4, 4]),
+        (COMBINED, [1] * 3 + [2] * 5, [3, 5]),
+        (None, [1] * 8, [8]),  # it publishes no contract, like a gateway with only a judge
+    ]
+    for contract, prompts, sizes in cases:
+        for each in (one, other):
+            each.asked.clear()
+            each.contract, each.is_old = contract or CONTRACT, contract is None
+            each.answer = lambda texts: time.sleep(0.02)
+        with RewardClient([one.url, other.url]) as client:
+            client.score(replies(*prompts))
+        assert sorted(map(len, one.asked + other.asked)) == sizes, prompts
+    # Requests that are too large are also split between prompts, as long as there are several.
+    one.answer = lambda texts: TOO_LARGE if len(texts) > 4 else None
+    with RewardClient(one.url) as client:
+        client.score(replies(1, 1, 1, 2, 2, 2, 2))
+        assert sorted(map(len, one.asked[-3:])) == [3, 4, 7]
+        assert not caplog.messages
+        client.score(replies(1, 1, 1, 1, 1))
+    assert "5 replies to the same prompt are sent in several requests" in caplog.text
+
+
 def test_split_parts_are_encoded_when_they_are_sent(
     lone: Misbehaving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +319,7 @@ def test_few_large_requests_are_encoded_at_once(
 ) -> None:
     """Rows share their prompt in memory, but each is sent with a copy of it."""
     lone.limit = 2
-    for name, limit in {"_SHORT": 10, "_MOST_IN_FLIGHT": 80}.items():
+    for name, limit in {"SHORT_CHARACTERS": 10, "_MOST_IN_FLIGHT": 80}.items():
         monkeypatch.setattr(partial_requests, name, limit)
     encode, threads = kserve.encode_sentences, set()
     monkeypatch.setattr(

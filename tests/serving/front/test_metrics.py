@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
+from nemo_aligner.serving.front.metrics import FrontMetrics
+from nemo_aligner.serving.protocols import ScoredRows
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import GOOD, FakeClient, call, front_of_models, make
 
@@ -56,6 +59,17 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
         'server_waiting_rows{backend="http://one"}': 3,
     }
     assert {name: float(values[prefix + name]) for name in expected} == expected
+
+
+def test_samples_that_a_judge_fails_on_are_not_counted_as_refused() -> None:
+    rewards = np.array([[1.0], [np.nan], [2.0], [np.nan], [3.0], [np.nan]], dtype=np.float32)
+    errors = {1: "judge: no", 3: "the text is empty", 5: "judge: no"}
+    exceeded = np.array([True] + [False] * 5)
+    metrics = FrontMetrics()
+    metrics.count_scored("/x", ScoredRows(rewards, errors, exceeded, unscored=frozenset({1, 5})))
+    text = metrics.render([], {})[0].decode()
+    counted = re.findall(r'^\w+_rows_total{outcome="(.*)",route="/x"} (.*)', text, re.M)
+    assert dict(counted) == {"scored": "3.0", "refused": "1.0", "unscored": "2.0", "cut": "1.0"}
 
 
 def test_requests_that_are_rejected_unread_are_counted_for_their_model() -> None:

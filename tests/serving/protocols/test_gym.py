@@ -365,8 +365,9 @@ def test_replies_share_the_messages_of_their_conversation(
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     body = comparison(said("b"), call, said("c"))
     body["conversation_history"] += [said("I ask."), call]
-    texts = COMPARE.read(parsed(COMPARE, body)).texts or []
-    assert len({id(turn) for text in texts for turn in text[:2]}) == 2
+    request = COMPARE.read(parsed(COMPARE, body))
+    texts = request.texts or []
+    assert len({id(turn) for text in texts for turn in text[: request.num_prompt_turns]}) == 2
     # Each reply continues the last turn, whose call is read only once.
     assert [turn["content"] for *_, turn in texts] == ["I ask.b", "I ask.", "I ask.c"]
     assert [len(turn["tool_calls"]) for *_, turn in texts] == [1, 2, 1]
@@ -378,6 +379,8 @@ def test_replies_share_the_messages_of_their_conversation(
     with pytest.raises(RequestError, match=r"got 3 replies to a .*history of 3 turns") as caught:
         COMPARE.read(parsed(COMPARE, body))
     assert caught.value.kind is FailureKind.too_large
+    body["conversation_history"] = [THOUGHT]
+    assert COMPARE.read(parsed(COMPARE, body)).num_prompt_turns == 0
 
 
 def test_principle_goes_with_every_reply() -> None:

@@ -51,11 +51,12 @@ def test_kserve_reply_has_the_reasons_of_rows_without_a_reward() -> None:
     reply = ScoredRows(rewards, errors, np.zeros(2, bool), "cafe", passed=passed, steps=steps)
     assert kserve.decode_rewards(kserve.encode_rewards(reply)).rejected == errors
     reply = replace(reply, unscored=frozenset({1}))
-    outputs = kserve.encode_rewards(reply)
+    assert kserve.decode_rewards(kserve.encode_rewards(reply)).temporary == frozenset()
+    outputs = kserve.encode_rewards(replace(reply, temporary=frozenset({1})))
     assert outputs["passed"].tolist() == [[1], [0]]
     back = kserve.decode_rewards(outputs)
     assert (back.errors, str(back.rewards)) == (errors, str(rewards))
-    assert (back.unscored, back.rejected) == ({1}, {})
+    assert (back.unscored, back.temporary, back.rejected) == ({1}, {1}, {})
     assert back.steps is not None
     assert (back.steps[0].rewards.tolist(), back.steps[1]) == ([[1.5]], None)
 

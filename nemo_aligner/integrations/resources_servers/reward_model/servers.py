@@ -22,6 +22,9 @@ from yarl import URL
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
+# How long a server with another scoring contract is left out. Only a reward shows its contract, so
+# the pause is longer than that of the package's client, which asks for the contract itself.
+_LEFT_OUT_S = 10.0
 _STOP_S = 30.0
 # HTTP statuses with which a proxy or server reports that the server is gone or overloaded.
 _UNAVAILABLE = (408, 425, 429, 502, 503, 504)
@@ -48,9 +51,9 @@ class FailedServerError(Exception):
 class RewardServers:
     """Client of several servers of one model.
 
-    Requests go to the servers in turn; if a server is gone, the next one gets the request. So does
-    a server whose scoring contract is not that of the first reward: rewards of two contracts must
-    not be compared. Other weights with the same contract are logged.
+    Requests go to the servers in turn; if a server is gone, the next one gets the request. A server
+    whose scoring contract is not that of the first reward is left out for ``_LEFT_OUT_S`` seconds:
+    rewards of two contracts must not be compared. Other weights with the same contract are logged.
     """
 
     def __init__(
@@ -72,6 +75,9 @@ class RewardServers:
         # passwords.
         named_urls = [(url.rstrip("/"), _hide_password(url.rstrip("/"))) for url in urls]
         self._named_urls = itertools.cycle(named_urls)
+        self._num_servers = len(named_urls)
+        # Servers that are left out, by their names: until when (``time.monotonic``), and why.
+        self._left_out: dict[str, tuple[float, str]] = {}
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
         # The contract hash of the first reward with the name of its server, and all fingerprints.
@@ -90,7 +96,7 @@ class RewardServers:
         while True:
             # Scoring has no side effects, so it is safe to send a rollout again.
             try:
-                url, name = next(self._named_urls)
+                url, name = self._choose_server()
                 answer = await self._post(url, name, rollout)
                 self._check_model(name, answer)
                 if answer["failure_kind"] not in _TEMPORARY or time.monotonic() > end:
@@ -105,19 +111,43 @@ class RewardServers:
         if self._session is not None:
             await self._session.close()
 
+    def _choose_server(self) -> tuple[str, str]:
+        """Return URL and name of the next server that is not left out.
+
+        If its pause has just ended, further requests leave it out until it has answered this one.
+
+        Raises:
+            NoRewardError: all servers are left out; the error says why the last one is.
+        """
+        now, reason = time.monotonic(), ""
+        for _ in range(self._num_servers):
+            url, name = next(self._named_urls)
+            if name not in self._left_out:
+                return url, name
+            end, reason = self._left_out[name]
+            if now >= end:
+                self._left_out[name] = now + _LEFT_OUT_S, reason
+                return url, name
+        raise NoRewardError("provider_unavailable", reason)
+
     def _check_model(self, name: str, answer: Mapping[str, Any]) -> None:
-        """Raise NoRewardError if a reward has another scoring contract than the first one."""
+        """Raise NoRewardError if a reward has another scoring contract than the first one.
+
+        Its server is then left out for a while.
+        """
         if answer["failure_kind"] is not None:
             return
         contract, fingerprint = answer.get("contract_hash"), answer.get("model_fingerprint")
         expected, first_name = self._contract = self._contract or (contract, name)
         if contract != expected:
-            raise NoRewardError(
-                "provider_unavailable",
+            reason = (
                 f"{name}: got the scoring contract {contract}, wanted {expected}, that of the "
                 f"first reward, from {first_name}; serve one model at all of server_url, or start "
-                "the environment again",
+                "the environment again"
             )
+            self._left_out[name] = time.monotonic() + _LEFT_OUT_S, reason
+            raise NoRewardError("provider_unavailable", reason)
+        self._left_out.pop(name, None)
         if self._fingerprints and fingerprint not in self._fingerprints:
             text = "%s: rewards now come from other weights (%s) with the same scoring contract"
             logger.warning(text, name, fingerprint)
