@@ -38,6 +38,8 @@ import yaml
 try:
     import nemo_aligner as na
     from nemo_aligner.config.evaluation import EvaluateDataConfig
+    from nemo_aligner.data.formats.base import LABEL_MARGIN, WantedLabels
+    from nemo_aligner.data.formats.pairs import has_margin, read_margin_labels
     from nemo_aligner.metrics.ranking import fit_temperature, share_right, wilson_interval
     from nemo_aligner.utils.errors import AlignerError, DataError
 except ModuleNotFoundError as missing:
@@ -187,23 +189,44 @@ def set_probabilities(pairs: Sequence[Pair]) -> str:
     )
 
 
-def weigh(pair: Pair, confidence: float) -> str:
-    """Return the line of a pair, with ``label_margin`` as the weight of its label.
+def read_margin(pair: Pair, missing: float | None) -> float:
+    """Return the margin that training reads from a pair's fields, or 1 if it is not known.
 
-    If ``p_wrong`` is at least ``confidence``, the existing margin (or 1) is multiplied by ``1 -
-    p_wrong``, so that a doubted label counts less.
+    ``missing`` is the number that stands for a margin that is not known.
+
+    Raises:
+        DataError: the margin, or a score that it is computed from, is not a number.
     """
     row = json.loads(pair.line)
+    if not has_margin(row):
+        return 1.0
+    try:
+        (margin,) = read_margin_labels(row, WantedLabels((LABEL_MARGIN,), missing))
+    except DataError as error:
+        raise DataError(f"{pair.record}: {error}") from error
+    return 1.0 if margin is None else margin
+
+
+def weigh(pair: Pair, margin: float, confidence: float) -> str:
+    """Return the line of a pair, with ``label_margin`` as the weight of its label.
+
+    It is the pair's margin. If ``p_wrong`` is at least ``confidence``, the margin is multiplied by
+    ``1 - p_wrong``, so that a doubted label counts less.
+    """
     weight = 1 - pair.p_wrong if pair.p_wrong >= confidence else 1.0
-    margin = row.get("label_margin")  # null means the same as no ``label_margin``
-    row["label_margin"] = round(weight * (1.0 if margin is None else margin), 6)
+    row = {**json.loads(pair.line), LABEL_MARGIN: round(weight * margin, 6)}
     return json.dumps(row, ensure_ascii=False)
 
 
 def describe_doubted(pair: Pair) -> dict[str, Any]:
-    row = json.loads(pair.line)
-    about = {"record": pair.record, "p_wrong": round(pair.p_wrong, 4)}
-    return {**about, "margin": round(pair.margin, 4), **row}
+    about = {
+        "record": pair.record,
+        "p_wrong": round(pair.p_wrong, 4),
+        # Not ``margin``, which training would read as the margin of the label.
+        "model_margin": round(pair.margin, 4),
+    }
+    # ``about`` is first, and replaces fields of the same names, such as those of an earlier run.
+    return {**about, **json.loads(pair.line), **about}
 
 
 def reply_of(side: Any) -> str:
@@ -247,6 +270,9 @@ def filter_pairs(options: argparse.Namespace) -> str:
     settings = dict(setting.split("=", 1) for setting in options.settings)
     settings = {key: yaml.safe_load(value) for key, value in settings.items()}
     pairs = read_pairs(options.input)
+    missing = settings.get("model.regression.loss_mask_val", EvaluateDataConfig.loss_mask_val)
+    # Before the training, so that a margin that cannot be read is an error at once.
+    margins = [read_margin(pair, missing) for pair in pairs] if options.weigh else []
     folds = assign_folds(pairs, options.folds, options.seed)
     for fold in range(options.folds):
         heldout = [pair for pair, number in zip(pairs, folds, strict=True) if number == fold]
@@ -256,7 +282,10 @@ def filter_pairs(options: argparse.Namespace) -> str:
     doubted = [pair for pair in pairs if pair.p_wrong >= options.confidence]
     doubted.sort(key=lambda pair: -pair.p_wrong)
     if options.weigh:
-        kept_lines = [weigh(pair, options.confidence) for pair in pairs]
+        kept_lines = [
+            weigh(pair, margin, options.confidence)
+            for pair, margin in zip(pairs, margins, strict=True)
+        ]
     else:
         kept_lines = [pair.line for pair in pairs if not pair.p_wrong >= options.confidence]
     doubted_lines = [json.dumps(describe_doubted(pair), ensure_ascii=False) for pair in doubted]
@@ -290,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--weigh", action="store_true",
-        help="keep doubted pairs, with the probability of a right label as label_margin: for "
-        "model.objective_kwargs.label_margin=scale",
+        help="keep doubted pairs, with their margin (or 1) times the probability of a right label "
+        "as label_margin: for model.objective_kwargs.label_margin=scale",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, help="of the folds (default: 1)")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="those of training")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain, islice
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -15,7 +16,7 @@ from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, ste
 from nemo_aligner.config.load import check_needed, load_settings
 from nemo_aligner.config.model import LAYOUT_KEYS
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.data.records import write_records
+from nemo_aligner.data.records import table_library, write_records
 from nemo_aligner.evaluation.report import check_report, write_run_report
 from nemo_aligner.utils.errors import ConfigError, StoppedError
 from nemo_aligner.utils.processes import find_process, is_first_rank, leave_together
@@ -138,11 +139,13 @@ def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
             raise ConfigError(
                 f"records: got a mapping from {names} to data sets, wanted a single data set"
             )
-        _check_set_names(data, part)
+        # Convert each set once, because it may be an iterator.
+        sets = {name: _convert_paths(named) for name, named in data.items()}
+        _check_set_names(sets, part)
         return [
-            path for name, named in data.items() for path in _list_files(named, folder, part, name)
+            path for name, named in sets.items() for path in _list_files(named, folder, part, name)
         ]
-    return _list_files(data, folder, part, _RECORDS)
+    return _list_files(_convert_paths(data), folder, part, _RECORDS)
 
 
 def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
@@ -153,7 +156,7 @@ def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
     named_paths = [
         (name, path)
         for name, data in sets.items()
-        for path in _list_given_paths(data) or [f"{name}.jsonl"]
+        for path in (data if isinstance(data, _Paths) else [f"{name}.jsonl"])
     ]
     files = _run_on_first_rank(partial(local_files, [path for _, path in named_paths]))
     for (name, path), used_name in zip(named_paths, name_sets(part, files), strict=True):
@@ -165,18 +168,27 @@ def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
             )
 
 
-def _list_given_paths(data: Any) -> list[str]:
-    """Return the paths in ``data``; empty if it has records instead."""
+class _Paths(list[str]):
+    """Paths of data files that the caller has passed in place of records."""
+
+
+def _convert_paths(data: Any) -> Any:
+    """Convert a path, or an iterable of paths, to ``_Paths``; return records to be read once."""
     if isinstance(data, str | PathLike):
-        return [os.fspath(data)]
-    if isinstance(data, list | tuple) and data and isinstance(data[0], str | PathLike):
-        return [os.fspath(path) for path in data]
-    return []
+        return _Paths([os.fspath(data)])
+    # Items of a mapping or of a DataFrame are names of fields, and would be taken for paths.
+    if isinstance(data, Mapping) or table_library(data) or not isinstance(data, Iterable):
+        return data
+    items = iter(data)
+    first = list(islice(items, 1))
+    if first and isinstance(first[0], str | PathLike):
+        return _Paths(map(os.fspath, chain(first, items)))
+    return chain(first, items)
 
 
 def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
-    if paths := _list_given_paths(data):
-        return paths
+    if isinstance(data, _Paths):
+        return list(data)
     path = folder / DATA_NAME / part / f"{name}.jsonl"
     # A run with checkpoints can only be resumed with the same training records, so do not replace
     # their file.

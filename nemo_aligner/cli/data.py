@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from nemo_aligner.cli.parser import (
     whole,
 )
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
+from nemo_aligner.config.evaluation import SourceConfig
 from nemo_aligner.config.model import DEFAULT_SEQ_LENGTH, DataConfig, ScoredPosition
 from nemo_aligner.utils.errors import ConfigError
 
@@ -246,12 +248,12 @@ def _read_rules(options: argparse.Namespace) -> tuple[Tokenizer, ScoringContract
         ConfigError: an option of the contract is given, but no contract is built from it.
     """
     names = {flag: flag[2:].replace("-", "_") for flag in _CONTRACT_FLAGS}
-    given = ", ".join(flag for flag, name in names.items() if getattr(options, name) is not None)
+    flags = ", ".join(flag for flag, name in names.items() if getattr(options, name) is not None)
     if options.tokenizer is None:
-        if given:
+        if flags:
             raise ConfigError(
-                f"{given}: no effect without --tokenizer, as no sample is tokenized. Add "
-                f"--tokenizer, or omit {given}"
+                f"{flags}: no effect without --tokenizer, as no sample is tokenized. Add "
+                f"--tokenizer, or omit {flags}"
             )
         return None
     from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
@@ -268,10 +270,10 @@ def _read_rules(options: argparse.Namespace) -> tuple[Tokenizer, ScoringContract
     tokenizer, contract, is_built = read_or_build_text_rules(
         options.tokenizer, data, options.attributes, reads
     )
-    if given and not is_built:
+    if flags and not is_built:
         raise ConfigError(
-            f"{given}: {options.tokenizer} is a reward model, whose scoring contract is used. Omit "
-            f"{given}, or pass the tokenizer of a base model"
+            f"{flags}: {options.tokenizer} is a reward model, whose scoring contract is used. Omit "
+            f"{flags}, or pass the tokenizer of a base model"
         )
     # A trained model has another hash, because the hash also covers precision, objective and label
     # means.
@@ -439,7 +441,8 @@ Add the rewards of one or more reward models to the records of a file, as soft l
 Reads every format of comparisons, and also {"prompt": ..., "responses": [...]} without ranks. All
 fields stay; the new ones are teacher_rewards, the mean over the models for each reply, teacher, and
 for pairs and several models teacher_spread, the standard deviation of the margin. Training on the
-output learns the teachers' probabilities. The same command continues a run that was stopped.
+output learns the teachers' probabilities. The same command continues a run that was stopped; only
+servers without a model fingerprint, such as vLLM, score all records again.
 """
 
 
@@ -480,7 +483,35 @@ def label_parser() -> Parser:
         "--token-variable", metavar="NAME",
         help="environment variable with the bearer token of the servers",
     )  # fmt: skip
+    parser.add_argument(
+        "--attribute-weights", type=_parse_weights, default={}, metavar="NAME=NUMBER,...",
+        help="servers with /classify: names and weights of the rewards (default: one reward)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER",
+        help="servers with /get_reward: tokenizer folder with the chat template",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=above_0, default=SourceConfig.timeout_s, metavar="SECONDS",
+        help="seconds until a request to a server times out (default: %(default)g)",
+    )  # fmt: skip
     return parser
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, number = (part.strip() for part in item.partition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or name in weights or not math.isfinite(weight):
+            raise argparse.ArgumentTypeError(
+                f"got {item!r}, wanted NAME=NUMBER, and each name once"
+            )
+        weights[name] = weight
+    return weights
 
 
 def _parse_confidence(text: str) -> float:
@@ -493,7 +524,7 @@ def _parse_confidence(text: str) -> float:
 def run_label(options: argparse.Namespace) -> int:
     """Label the records of a file, and print a summary."""
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
+    from nemo_aligner.config.evaluation import EvaluateConfig
     from nemo_aligner.config.model import ScorerModelConfig
 
     if starts_ranks(options):
@@ -513,7 +544,12 @@ def run_label(options: argparse.Namespace) -> int:
             config=EvaluateConfig(
                 precision=None if options.precision is None else Precision(options.precision),
                 model=model,
-                source=SourceConfig(token_variable=options.token_variable),
+                source=SourceConfig(
+                    attribute_weights=options.attribute_weights,
+                    tokenizer=options.tokenizer,
+                    token_variable=options.token_variable,
+                    timeout_s=options.timeout,
+                ),
             ),
             reading=read_format(options),
             keep_confident=options.keep_confident,

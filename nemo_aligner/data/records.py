@@ -321,10 +321,10 @@ def verdict_keys(record: Record) -> list[int]:
     keys = [short_hash(_text_bytes(text)) for text in record.texts]
     return [
         short_hash(b"%d %d" % (min(better, worse), max(better, worse))) & ~1 | (better < worse)
-        for (rank, better), (other, worse) in combinations(
+        for (better_rank, better), (worse_rank, worse) in combinations(
             sorted(zip(record.ranks, keys, strict=True)), 2
         )
-        if rank < other and better != worse
+        if better_rank < worse_rank and better != worse
     ]
 
 
@@ -351,8 +351,8 @@ def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[
         ranked = sorted(zip(record.ranks, remaining, strict=False))
         pairs += [
             (better, worse)
-            for (rank, better), (other, worse) in combinations(ranked, 2)
-            if rank < other
+            for (better_rank, better), (worse_rank, worse) in combinations(ranked, 2)
+            if better_rank < worse_rank
         ]
     return pairs
 
@@ -463,16 +463,22 @@ def write_records(
     return count
 
 
+def table_library(records: Any) -> str | None:
+    """Return the library of a table, ``pandas`` or ``datasets``; None for other records."""
+    if hasattr(records, "columns") and hasattr(records, "to_dict"):
+        return "pandas"
+    return "datasets" if type(records).__module__.partition(".")[0] == "datasets" else None
+
+
 def _write_rows(path: Path, records: Any) -> int:
     """Write the lines of ``write_records`` to a new file; return their number."""
-    is_arrow, count = type(records).__module__.partition(".")[0] == "datasets", 0
-    is_data_frame = hasattr(records, "columns") and hasattr(records, "to_dict")
-    rows = records.to_dict(orient="records") if is_data_frame else records
+    library, count = table_library(records), 0
+    rows = records.to_dict(orient="records") if library == "pandas" else records
     with path.open("w", encoding="utf-8") as lines:
         for count, record in enumerate(rows, start=1):
             if not isinstance(record, Mapping):
                 raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
-            row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
+            row = without_struct_nulls(dict(record)) if library == "datasets" else dict(record)
             try:
                 lines.write(f"{as_json(row)}\n")
             except DataError as error:

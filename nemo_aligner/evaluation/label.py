@@ -3,7 +3,8 @@
 ``nemo-aligner data label`` calls ``label_file``. Every teacher scores all replies, part by part.
 The rewards of a finished part are appended to a progress file next to the output, so that the same
 command continues a run that was stopped. Rewards do not depend on the batch, so a continued run
-writes the same file.
+writes the same file. A server without a model fingerprint scores all records again, because nothing
+tells whether it still has the same model.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ import numpy as np
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.formats import format_named
-from nemo_aligner.data.formats.base import PairKeys
+from nemo_aligner.data.formats.base import LABEL_MARGIN, PairKeys
+from nemo_aligner.data.formats.pairs import MARGIN, has_margin
 from nemo_aligner.data.formats.teacher import (
     CHOSEN_PROBABILITY,
     TEACHER,
@@ -44,14 +47,15 @@ from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.evaluation.sources import (
     RewardSource,
     check_finite,
+    list_used_keys,
     load_source,
     open_server,
     sizes_of_model,
 )
 from nemo_aligner.utils.console import fit_row, say
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import AlignerError, ConfigError, DataError, ServingError
 from nemo_aligner.utils.processes import find_process
-from nemo_aligner.utils.writing import write_lines
+from nemo_aligner.utils.writing import check_outputs, write_lines
 
 logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.
@@ -68,7 +72,8 @@ class Labelling:
         output: file to write.
         teachers: reward models, each a ``.nemo`` file, a Hugging Face folder or name, or the URL of
             a server.
-        config: precision, layout and access to servers; its model and data are not read.
+        config: precision, layout, and facts about and access to servers; its model and data are
+            not read.
         reading: rules by which the file is read.
         keep_confident: write only pairs for which the teachers give one of the replies at least
             this probability; None writes all.
@@ -95,9 +100,10 @@ def label_file(options: Labelling) -> None:
             raise ConfigError(
                 f"--model: {teacher} is a server, which needs one process here. Omit --processes"
             )
+    with _errors_name_options():
+        _check_source_used(options)
     path = once_per_node(lambda: local_file(options.source))
-    if Path(path).resolve() == options.output.resolve():
-        raise ConfigError(f"output: {options.output} is the file to label. Name another")
+    _check_output(options, path)
     reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
     previous = FileStat.of(path)
     file = read_records(path, reading, with_lines=True)
@@ -126,6 +132,54 @@ def label_file(options: Labelling) -> None:
 def is_url(teacher: str) -> bool:
     """True if a teacher is the address of a server."""
     return teacher.startswith(_URLS)
+
+
+def _check_output(options: Labelling, source: str) -> None:
+    """Raise ConfigError if the output is the file to label, or is read for a teacher."""
+    read = {"the file to label": source}
+    for teacher in options.teachers:
+        if not is_url(teacher):
+            read[f"the file of --model={teacher}"] = teacher
+    if options.config.source.tokenizer is not None:
+        read["the file of --tokenizer"] = options.config.source.tokenizer
+    check_outputs({"output": options.output}, {name: Path(path) for name, path in read.items()})
+
+
+# The verb's options, by the settings of ``evaluate`` that errors about servers name.
+_OPTIONS = {
+    "source.attribute_weights": "--attribute-weights",
+    "source.tokenizer": "--tokenizer",
+    "source.token_variable": "--token-variable",
+    "source.timeout_s": "--timeout",
+    "server=": "--model=",
+}
+
+
+@contextmanager
+def _errors_name_options() -> Iterator[None]:
+    """Make errors that name a setting of ``evaluate`` name the verb's option for it."""
+    try:
+        yield
+    except AlignerError as error:
+        text = re.sub("^server:", "--model:", str(error))
+        for setting, option in _OPTIONS.items():
+            text = text.replace(setting, option)
+        error.args = (text,)
+        raise
+
+
+def _check_source_used(options: Labelling) -> None:
+    """Raise ConfigError if an option about servers has no effect on any teacher."""
+    servers = filter(is_url, options.teachers)
+    used_keys = {key for url in servers for key in list_used_keys("server", url)}
+    for field_ in fields(SourceConfig):
+        value, default = (
+            getattr(source, field_.name) for source in (options.config.source, SourceConfig())
+        )
+        if value != default and field_.name not in used_keys:
+            raise ConfigError(
+                f"source.{field_.name}: got {value!r}, which has no effect on any --model. Omit it"
+            )
 
 
 # Reading: the objects of the records, to which fields are added.
@@ -170,9 +224,6 @@ def _check_pairs(file: RecordFile) -> None:
 # and those with a list of ranks.
 _TWO_FIELDS = ("chat_pairs", "text_pairs", "hh", "alpaca_pairs", "sharegpt_pairs")
 _RANKED = ("responses", "nemo_rl_preference")
-# Fields that say by how much the better reply is better. They no longer hold once the order of the
-# replies changes.
-_MARGINS = ("label_margin", "margin")
 
 
 def _check_orderable(file: RecordFile) -> None:
@@ -188,7 +239,8 @@ def _check_orderable(file: RecordFile) -> None:
 
 
 def _with_model(config: EvaluateConfig, name: str) -> EvaluateConfig:
-    return replace(config, rm_model_file=name, hf_model=None, server=None)
+    # Without ``source``, which is about servers and would be rejected as having no effect.
+    return replace(config, rm_model_file=name, hf_model=None, server=None, source=SourceConfig())
 
 
 def _score_with(
@@ -206,7 +258,7 @@ def _score_with(
         a sample that it rejects.
     """
     if is_url(teacher):
-        with open_server(teacher, options.config.source) as source:
+        with _errors_name_options(), open_server(teacher, options.config.source) as source:
             return _score_records(source, None, file, progress)
     assert layout is not None  # there is one if a teacher is a checkpoint
     trained_on = training_data_of(CheckpointDescription.read(teacher).config)
@@ -227,7 +279,14 @@ def _score_records(
         "contract_hash": None if source.contract is None else source.contract.hash,
         "trained_on_input": trained_on_input,
     }
-    parts = progress.rewards_of(description)
+    # Without a fingerprint, earlier rewards may be those of another model at the same address.
+    keeps_progress = fingerprint is not None
+    parts = progress.rewards_of(description) if keeps_progress else []
+    if not keeps_progress:
+        say(
+            f"note: {source.name} reports no model fingerprint, so if this run stops, the same "
+            "command scores all records with it again"
+        )
     done, total = min(len(parts) * _PART, len(file.records)), len(file.records)
     if done:
         say(f"{source.name}: {done} of {total} records were scored before")
@@ -243,7 +302,8 @@ def _score_records(
                 f"{fingerprint}, and is {scored.model_fingerprint}. Run the command again"
             )
         rewards = one_reward(source.rewards_of(scored), source.weights).astype(np.float32)
-        on_main(partial(progress.append, description, len(parts), rewards))
+        if keeps_progress:
+            on_main(partial(progress.append, description, len(parts), rewards))
         parts.append(rewards)
         say(f"{source.name}: {min(start + _PART, total)} of {total} records")
     return description, np.concatenate(parts)
@@ -411,7 +471,8 @@ def confidence(rewards: np.ndarray) -> float:
 def order_by_teacher(row: dict[str, Any], fmt: str, keys: PairKeys) -> tuple[dict[str, Any], bool]:
     """Rank the replies of a record by its ``teacher_rewards``; equal rewards keep their order.
 
-    The margins of a record whose order changes are removed.
+    The margins of a record whose order changes are removed; its ``label_margin`` becomes null, so
+    that none is derived from the exchanged scores either.
 
     Returns:
         The object, and whether its order has changed.
@@ -452,12 +513,15 @@ def _levels(standing: Sequence[float]) -> list[int]:
 
 
 def _without_margins(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove the margins of a record and of its ``metadata``."""
-    return {
-        key: _without_margins(value) if key == "metadata" and isinstance(value, dict) else value
-        for key, value in row.items()
-        if key not in _MARGINS
-    }
+    """Remove the margins of a record and of its ``metadata``, as they hold for another order.
+
+    A record that had one gets a null ``label_margin``, which is read as a margin that is not known.
+    """
+    kept = {key: value for key, value in row.items() if key != MARGIN}
+    if isinstance(metadata := row.get("metadata"), dict):
+        removed = (MARGIN, LABEL_MARGIN)
+        kept["metadata"] = {key: metadata[key] for key in metadata if key not in removed}
+    return {**kept, LABEL_MARGIN: None} if has_margin(row) else kept
 
 
 def _exchange_sides(fields: dict[str, Any], keys: PairKeys) -> dict[str, Any]:
@@ -470,9 +534,9 @@ def _other_side(key: str, keys: PairKeys) -> str:
     if key in (keys.chosen, keys.rejected):
         return keys.rejected if key == keys.chosen else keys.chosen
     sides = ("chosen", "rejected")
-    for side, other in (sides, sides[::-1]):
+    for side, opposite in (sides, sides[::-1]):
         if side in key:
-            return key.replace(side, other)
+            return key.replace(side, opposite)
     return key
 
 

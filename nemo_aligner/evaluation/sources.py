@@ -262,10 +262,22 @@ def _fingerprint_error(name: str, expected: str) -> ConfigError:
     )
 
 
+def list_used_keys(key: str, name: str) -> tuple[str, ...]:
+    """List the keys of ``source`` that a source uses.
+
+    Args:
+        key: the setting that selects it, such as ``server``.
+        name: value of this setting.
+
+    Raises:
+        ConfigError: a server's URL cannot be read.
+    """
+    return _USED_KEYS.get(_protocol_path(name) if key == "server" else key, ())
+
+
 def _check_keys_used(config: SourceConfig, key: str, name: str) -> None:
     """Reject a key of ``source`` that has no effect for this kind of source."""
-    kind = _protocol_path(name) if key == "server" else key
-    used_keys = _USED_KEYS.get(kind, ())
+    used_keys = list_used_keys(key, name)
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(SourceConfig(), field.name) and field.name not in used_keys:

@@ -30,6 +30,8 @@ from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.evaluation import label
 from nemo_aligner.evaluation.label import confidence, order_by_teacher
 from nemo_aligner.evaluation.sources import load_source
+from nemo_aligner.serving.client import scorers
+from nemo_aligner.serving.client.posting import JsonAnswer
 from tests.checkpoint.hf.exporting import export
 from tests.data.files import rows_of, write
 from tests.harness import tiny
@@ -309,13 +311,15 @@ PAIR = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score
 
 
 def test_pseudo_labels_exchange_the_replies() -> None:
-    row = {**PAIR, "label_margin": 3, "teacher_rewards": [0.5, 1.5]}
+    """A record with a margin, or with scores that would be read as one, gets a null margin."""
+    row = {**PAIR, "teacher_rewards": [0.5, 1.5]}
     swapped = {
         "prompt": "p",
         "chosen": "b",
         "rejected": "a",
         "score_chosen": 2,
         "score_rejected": 1,
+        "label_margin": None,
         "teacher_rewards": [1.5, 0.5],
     }
     scores = {"score_chosen": 1, "score_rejected": 2}
@@ -326,11 +330,13 @@ def test_pseudo_labels_exchange_the_replies() -> None:
             {"metadata": {"score_chosen": 2, "score_rejected": 1, "id": 7}},
         ),
     ):
-        ordered = order_by_teacher({**row, **given}, "chat_pairs", PairKeys())
-        assert ordered == ({**swapped, **exchanged}, True)
+        for margin in ({"label_margin": 3}, {"margin": 3}, {}):
+            ordered = order_by_teacher({**row, **margin, **given}, "chat_pairs", PairKeys())
+            assert ordered == ({**swapped, **exchanged}, True)
     named = {"q": "p", "good": "a", "bad": "b", "teacher_rewards": [0, 1]}
     keys = PairKeys("q", "good", "bad")
-    assert order_by_teacher(named, "chat_pairs", keys)[0]["good"] == "b"
+    exchanged = {"q": "p", "good": "b", "bad": "a", "teacher_rewards": [1, 0]}
+    assert order_by_teacher(named, "chat_pairs", keys) == (exchanged, True)
     for rewards in ([1.0, 1.0], [2.0, 1.0]):
         right = {**PAIR, "teacher_rewards": rewards}
         assert order_by_teacher(right, "chat_pairs", PairKeys()) == (right, False)
@@ -344,7 +350,7 @@ def test_pseudo_labels_of_ranks_remove_the_margins_of_another_order(
 ) -> None:
     """Ranks may begin with 1; replies without ranks are tied."""
     margins = {"label_margin": 3, "metadata": {"margin": 2, "id": 7}}
-    kept = {"metadata": {"id": 7}} if is_reordered else margins
+    kept = {"label_margin": None, "metadata": {"id": 7}} if is_reordered else margins
     rewarded = {"teacher_rewards": [0.5, 1.5]}
     row = {"prompt": "p", "responses": ["a", "b"], **rewarded}
     given = {} if ranks is None else {"ranks": ranks}
@@ -355,6 +361,62 @@ def test_pseudo_labels_of_ranks_remove_the_margins_of_another_order(
         wanted = {**tiny.ranked("p", (1, "a"), (0, "b")), **rewarded, **kept}
         found = order_by_teacher(of_nemo_rl, "nemo_rl_preference", PairKeys())
         assert found == (wanted, is_reordered)
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, rewards: Sequence[float]) -> None:
+    """Replace every server with one whose answer to each request has these rewards."""
+    answer = JsonAnswer(200, {"data": [{"probs": rewards}], "rewards": rewards})
+    monkeypatch.setattr(scorers, "post_all", lambda _, bodies, watch: [answer] * len(bodies))
+
+
+def test_server_without_a_fingerprint_scores_all_records_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model may answer at its address when the same command runs again."""
+    monkeypatch.setattr(label, "_PART", 2)
+    tiny.write_pairs(tmp_path / "pairs.jsonl", 6)
+    url, messages = "http://localhost:1/classify", list[str]()
+
+    def say_and_stop(message: str) -> None:
+        messages.append(message)
+        if message.endswith("4 of 6 records"):
+            raise KeyboardInterrupt
+
+    answer_with(monkeypatch, [1.0])
+    with monkeypatch.context() as patched:
+        patched.setattr(label, "say", say_and_stop)
+        verb = ["data", "label", str(tmp_path / "pairs.jsonl"), f"--model={url}"]
+        assert main([*verb, f"--output={tmp_path / 'out.jsonl'}"]) == 130
+    answer_with(monkeypatch, [2.0])
+    rows = labelled(tmp_path, "out", url)
+    assert [row["teacher_rewards"] for row in rows] == [[2.0, 2.0]] * 6
+    assert "reports no model fingerprint, so if this run stops, the same command" in messages[0]
+
+
+def test_servers_that_do_not_describe_themselves_are_described_by_options(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options do not matter to an archive beside them."""
+    answer_with(monkeypatch, [1.0, 2.0])
+    for path, message in (
+        ("/classify", "set the names and weights of the numbers in --attribute-weights"),
+        ("/get_reward", "--tokenizer: got none with a chat template"),
+    ):
+        verb = ["data", "label", str(folder / "pairs.jsonl"), f"--output={folder / 'served'}"]
+        assert main([*verb, f"--model=http://localhost:1{path}"]) == 1
+        assert message in capsys.readouterr().err
+    weights = "--attribute-weights=helpfulness=1,verbosity=-0.25"
+    server, archive = "http://localhost:1/classify", folder / "seen.nemo"
+    rows = labelled(folder, "served", server, options=(weights,))
+    assert [row["teacher_rewards"] for row in rows] == [[0.5, 0.5]] * PAIRS
+    mean = labelled(folder, "both", server, archive, options=(weights, "--timeout=5"))[0]
+    alone = labelled(folder, "archive_alone", archive)[0]
+    expected = [(reward + 0.5) / 2 for reward in alone["teacher_rewards"]]
+    assert mean["teacher_rewards"] == pytest.approx(expected)
+    for weights in ("helpfulness", "=1", "a=1,a=2", "a=nan"):
+        with pytest.raises(SystemExit):
+            main([*verb, "--model=http://localhost:1/classify", f"--attribute-weights={weights}"])
+        assert "wanted NAME=NUMBER" in capsys.readouterr().err
 
 
 def test_confidence_is_the_probability_less_the_spread() -> None:
@@ -379,6 +441,18 @@ def test_confidence_is_the_probability_less_the_spread() -> None:
             "--pseudo-labels: not supported for the format helpsteer2_preference",
         ),
         (PAIR, ("--output=bad.jsonl",), "bad.jsonl is the file to label"),
+        (PAIR, ("--output=no.nemo",), "--output: no.nemo is the file of --model=no.nemo"),
+        (
+            PAIR,
+            ("--tokenizer=out.jsonl", "--model=http://localhost:1/get_reward"),
+            "--output: out.jsonl is the file of --tokenizer",
+        ),
+        (
+            PAIR,
+            ("--model=http://localhost:1/classify", "--tokenizer=a"),
+            "--tokenizer: got 'a', which has no effect on any --model",
+        ),
+        (PAIR, ("--model=http://localhost:1/score",), "--model: got http://localhost:1/score"),
     ],
 )
 def test_what_cannot_be_labelled_is_rejected(
@@ -391,8 +465,9 @@ def test_what_cannot_be_labelled_is_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("bad.jsonl"), row)
-    output = () if "--output=bad.jsonl" in options else ("--output=out.jsonl",)
-    assert main(["data", "label", "bad.jsonl", "--model=no.nemo", *output, *options]) == 1
+    verb = ["data", "label", "bad.jsonl", "--output=out.jsonl"]
+    models = () if any("--model" in option for option in options) else ("--model=no.nemo",)
+    assert main([*verb, *models, *options]) == 1
     assert message in capsys.readouterr().err
 
 

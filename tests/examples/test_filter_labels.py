@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from examples.data.filter_labels import find_prompt, main, reading_settings
+from examples.data.filter_labels import (
+    Pair,
+    describe_doubted,
+    find_prompt,
+    main,
+    read_margin,
+    reading_settings,
+    weigh,
+)
 from tests.data.files import rows_of, write
 from tests.harness import tiny
 
@@ -66,6 +74,10 @@ def test_filter_refuses_what_it_cannot_judge_by(tmp_path: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=message):
             main([*command, more])
+    scored = [{**row, "score_chosen": "?", "score_rejected": 1} for row in rows_of(source)]
+    command[0] = f"--input={write(tmp_path / 'scored.jsonl', *scored)}"
+    with pytest.raises(SystemExit, match=r"scored\.jsonl:1: score_chosen: got '\?', wanted"):
+        main([*command, "--weigh"])
     rated = write(tmp_path / "rated.jsonl", {"prompt": "q", "response": "a", "helpfulness": 1})
     with pytest.raises(SystemExit, match=r"rated\.jsonl:1: wanted a JSON object with 'chosen'"):
         main([f"--input={rated}", *command[1:]])
@@ -82,6 +94,29 @@ def test_pairs_are_judged_as_they_are_read_for_training() -> None:
         "data.system_prompt_file": "system.txt",
         "data.malformed": "drop",
     }
+
+
+def test_margins_of_pairs_are_weighted_and_not_replaced() -> None:
+    """Those that training reads; a model's margin gets another name."""
+    for fields, margin in (
+        ({"score_chosen": 9, "score_rejected": 6}, 3.0),
+        ({"metadata": {"score_chosen": 9, "score_rejected": 6}}, 3.0),
+        ({"margin": 2, "score_chosen": 9, "score_rejected": 6}, 2.0),
+        ({"label_margin": 0.5, "margin": 2}, 0.5),
+        ({"label_margin": None, "margin": 2}, 1.0),
+        ({"label_margin": -100}, 1.0),
+        ({}, 1.0),
+    ):
+        row = {"prompt": "p", "chosen": "a", "rejected": "b", **fields}
+        pair = Pair("x:1", json.dumps(row), "p", margin=-4.0, p_wrong=0.9)
+        assert read_margin(pair, -100.0) == margin, fields
+        for confidence, weight in ((0.8, 0.1), (0.95, 1.0)):
+            written = json.loads(weigh(pair, margin, confidence))
+            assert written == {**row, "label_margin": pytest.approx(weight * margin)}
+        about = {"record": "x:1", "p_wrong": 0.9, "model_margin": -4.0}
+        assert describe_doubted(pair) == {**row, **about}
+        again = Pair("y:2", json.dumps({**row, **about}), "p", margin=-1.0, p_wrong=0.7)
+        assert describe_doubted(again)["record"] == "y:2"
 
 
 def test_prompt_of_a_pair_is_what_its_sides_begin_with() -> None:

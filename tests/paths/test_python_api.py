@@ -167,10 +167,9 @@ def test_evaluation_has_the_figures_of_the_validation_and_prints_as_the_verb(
     assert found.counts == {"read": 16, "kept": 16}
     assert [row["record"] for row in found.rows] == [f"records.jsonl:{n + 1}" for n in range(16)]
     assert "data          records.jsonl\n" in str(found)
-    assert json.loads((tmp_path / "e.json").read_text())["metrics"]["accuracy"] == found.accuracy
-    assert [row["rewards"] for row in rows_of(tmp_path / "e.jsonl")] == [
-        row["rewards"] for row in found.rows
-    ]
+    content = json.loads((tmp_path / "e.json").read_text())
+    assert (content["data"], content["metrics"]["accuracy"]) == ("records.jsonl", found.accuracy)
+    assert rows_of(tmp_path / "e.jsonl") == found.rows
     file = trained.folder / "heldout.jsonl"
     again = trained.model.evaluate(file, **{"data.format": "chat_pairs"})
     assert again.metrics == found.metrics
@@ -368,6 +367,12 @@ def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
     files = _write_as_files(sets, tmp_path, "validation")
     assert files == [str(tmp_path / "data/validation/safe.jsonl"), "chat.jsonl"]
     assert _write_as_files([Path("a"), "b"], tmp_path, "test") == ["a", "b"]
+    # Iterators are read once; of a mapping, also where the names are compared with those of files.
+    assert _write_as_files(map(Path, "ab"), tmp_path, "train") == ["a", "b"]
+    globbed = {"a": (Path(name) for name in ["a.jsonl"]), "rows": iter([pair, pair])}
+    files = _write_as_files(globbed, tmp_path, "validation")
+    assert files == ["a.jsonl", str(tmp_path / "data/validation/rows.jsonl")]
+    assert rows_of(Path(files[1])) == [pair, pair]
     record = {"n": np.int64(3), "x": np.float32(0.5), "l": np.arange(2), "nan": float("nan")}
     assert json.loads(as_json(record)) == {"n": 3, "x": 0.5, "l": [0, 1], "nan": None}
     assert json.loads(as_json({"d": datetime.date(2026, 1, 2)})) == {"d": "2026-01-02"}

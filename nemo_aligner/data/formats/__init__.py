@@ -231,11 +231,15 @@ def _recognize_format(
         raise DataError(f"{path}: the file has no records")
     unknown = with_prompt if chosen is not None and with_prompt is not None else first
     summary = f"{path}:{unknown.number}: got a record with keys {_list_keys(unknown)}"
-    other = next((fmt for fmt in FORMATS.values() if fmt.is_certain(unknown.value)), None)
-    if other is not None and other not in fitting and not _has_token_ids(unknown.value):
-        summary += f". It fits {other.name}"
-        reads = None if other.reads is None else other.reads.value
-        raise OtherKindError(f"{summary}: {_advise_training(other)}", summary, reads)
+    other_format = next((fmt for fmt in FORMATS.values() if fmt.is_certain(unknown.value)), None)
+    if (
+        other_format is not None
+        and other_format not in fitting
+        and not _has_token_ids(unknown.value)
+    ):
+        summary += f". It fits {other_format.name}"
+        reads = None if other_format.reads is None else other_format.reads.value
+        raise OtherKindError(f"{summary}: {_advise_training(other_format)}", summary, reads)
     raise DataError(f"{summary}{_advise_unknown(unknown, fitting)}")
 
 

@@ -383,6 +383,7 @@ _SCORES = (
     ("chosen_rating", "rejected_rating"),
     ("chosen_score", "rejected_score"),
 )
+MARGIN = "margin"  # TRL's name of a pair's margin
 
 
 def read_margin_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
@@ -396,17 +397,30 @@ def read_margin_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[fl
     return read_pair_labels(value, columns)
 
 
+def has_margin(value: dict[str, Any]) -> bool:
+    """True if ``read_margin_labels`` finds a field to read the margin of a pair from."""
+    return LABEL_MARGIN in value or MARGIN in value or bool(_find_scores(value))
+
+
 def _read_margin(value: dict[str, Any], columns: WantedLabels) -> dict[str, float | None]:
-    if "margin" in value:
-        return {LABEL_MARGIN: read_label(value["margin"], "margin", columns)}
+    if MARGIN in value:
+        return {LABEL_MARGIN: read_label(value[MARGIN], MARGIN, columns)}
+    scores = [read_label(score, key, columns) for key, score in _find_scores(value).items()]
+    if not scores:
+        return {}
+    chosen, rejected = scores
+    if chosen is None or rejected is None:
+        return {LABEL_MARGIN: None}
+    return {LABEL_MARGIN: chosen - rejected}
+
+
+def _find_scores(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the scores of the chosen and the rejected reply by their fields; empty if none."""
     metadata = value.get("metadata")
     for scored in (value, metadata if isinstance(metadata, dict) else {}):
         for keys in _SCORES:
             if set(keys) <= set(scored):
-                chosen, rejected = (read_label(scored[key], key, columns) for key in keys)
-                if chosen is None or rejected is None:
-                    return {LABEL_MARGIN: None}
-                return {LABEL_MARGIN: chosen - rejected}
+                return {key: scored[key] for key in keys}
     return {}
 
 

@@ -169,6 +169,7 @@ def test_margin_of_a_pair_is_that_of_its_scores(tmp_path: Path) -> None:
         ({"margin": 1.5}, 1.5),
         ({"score_chosen": None, "score_rejected": 6}, None),
         ({"label_margin": 4, "score_chosen": 8.5, "score_rejected": "?"}, 4.0),
+        ({"label_margin": None, "margin": 1.5, "score_chosen": 8.5, "score_rejected": 6}, None),
     ]
     for scores, margin in cases:
         [pair] = read(tmp_path, {**PAIR, **scores}, pair_columns=("label_margin",)).records
