@@ -301,7 +301,7 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
     for candidate in _keys_in_part(section, candidates):
         keys_by_name.setdefault(_last_name(candidate), []).append(candidate)
     # difflib rates swapped letters ("rnak") too low, so names with the same letters come first.
-    swapped = [other for other in keys_by_name if sorted(other) == sorted(name)]
+    swapped = [known_name for known_name in keys_by_name if sorted(known_name) == sorted(name)]
     near_names = swapped or difflib.get_close_matches(name, keys_by_name, cutoff=_NEAR)
     matches = [match for near_name in near_names for match in keys_by_name[near_name]]
     same_section = [match for match in matches if match.rpartition(".")[0] == section]

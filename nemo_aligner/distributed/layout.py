@@ -93,13 +93,13 @@ def check_sizes(
         ConfigError: ``tp * pp * cp`` does not divide ``world_size``, ``ep`` does not divide
             ``dp * cp``, or sequence parallelism is on without tensor parallelism.
     """
-    least = tp * pp * cp
-    if world_size % least != 0:
+    ranks_per_replica = tp * pp * cp
+    if world_size % ranks_per_replica != 0:
         context = f" x model.context_parallel_size ({cp})" if cp > 1 else ""
         raise ConfigError(
             f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp})"
-            f"{context}: got {world_size} processes, wanted a multiple of {least}, e.g. "
-            f"--processes {least}"
+            f"{context}: got {world_size} processes, wanted a multiple of {ranks_per_replica}, "
+            f"e.g. --processes {ranks_per_replica}"
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(
@@ -107,7 +107,7 @@ def check_sizes(
             "model.tensor_model_parallel_size=1. Set this size to 2 or more, or "
             "model.sequence_parallel=false"
         )
-    dp = world_size // least
+    dp = world_size // ranks_per_replica
     if dp * cp % ep != 0:
         raise ConfigError(
             f"model.expert_model_parallel_size: got {ep}, wanted a divisor of {dp * cp}, which is "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_aligner.metrics import ranking, regression
 from nemo_aligner.metrics.ranking import PairRewards
@@ -359,6 +359,24 @@ def _compute_rows(rows: Sequence[Metric], data: object, in_step: bool) -> dict[s
 def all_metrics() -> list[Metric]:
     """List all rows of the table in display order."""
     return [LOSS, *PAIRS, *TEACHER, *RATINGS, *STEPS, *REWARDS, *RUN]
+
+
+class MetricName(NamedTuple):
+    """The two parts of the full name of a metric, ``set/metric``.
+
+    Attributes:
+        set_name: data set that it was measured on, such as ``train`` or ``validation-heldout``.
+        metric: what was measured, such as ``loss`` or ``by_source/chat/accuracy``.
+    """
+
+    set_name: str
+    metric: str
+
+
+def split_name(full_name: str) -> MetricName:
+    """Split the full name of a metric at its first slash; without one, ``metric`` is empty."""
+    set_name, _, metric = full_name.partition("/")
+    return MetricName(set_name, metric)
 
 
 def find_metric(name: str) -> Metric | None:

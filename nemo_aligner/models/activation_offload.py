@@ -415,18 +415,18 @@ def _record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors inside lists, tuples, dicts and dataclasses."""
-    waiting, seen = [value], set[int]()
+    waiting, visited_ids = [value], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        item = waiting.pop()
+        if id(item) in visited_ids:
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif is_dataclass(one) and not isinstance(one, type):
+        visited_ids.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            waiting += item
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif is_dataclass(item) and not isinstance(item, type):
             # instance attributes, which include values of cached properties
-            waiting += vars(one).values()
+            waiting += vars(item).values()

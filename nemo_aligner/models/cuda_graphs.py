@@ -419,7 +419,7 @@ class DecoderGraphs:
         if key in self._graphs:
             return self._graphs[key]
         self._seen[key] += 1
-        count = sum(other.is_training == is_training for other in self._graphs)
+        count = sum(captured.is_training == is_training for captured in self._graphs)
         if self._seen[key] < 2 or count >= self._max_graphs:
             return None
         self._add(key, inputs)
@@ -443,11 +443,12 @@ class DecoderGraphs:
             )
             return
         self._graphs[key] = graph
-        more = self._capture.used_bytes() - used_before
+        added_bytes = self._capture.used_bytes() - used_before
         if is_main():
             logger.info(
                 f"captured CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "
-                f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more GPU memory"
+                f"{'training' if learns else 'scoring'}, "
+                f"{added_bytes / 2**20:.0f} MiB more GPU memory"
             )
 
     def _drop_if_moved(self, learns: bool) -> None:

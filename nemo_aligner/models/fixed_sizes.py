@@ -98,8 +98,10 @@ def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     stored, slots = use.stored, use.slots
     if len(stored):
         # The last token is stored several times in its slot, each time with the same values.
-        more = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
-        stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
+        num_repeats = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
+        stored, slots = (
+            torch.cat([index, index[-1:].expand(num_repeats)]) for index in (stored, slots)
+        )
     lengths, prefixes = use.lengths, batch.prefixes
     if missing:
         lengths, read_slots = (

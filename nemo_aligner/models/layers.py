@@ -245,8 +245,8 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     dist.all_to_all_single(received, sent, group=group)
     first, *later = received.chunk(ranks)
     total = first.float()
-    for other in later:
-        total = total + other
+    for rank_rows in later:
+        total = total + rank_rows
     share = total.to(partial.dtype)
     if is_scattered:
         return share

@@ -167,13 +167,13 @@ def use_dense_layer(layer: Any, convert: Callable[[Tensor], Tensor]) -> None:
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def share_weight(layer: Any, other: Any) -> None:
-    """Let a quantized layer use the weight of ``other``, which may be dense by now."""
-    if isinstance(other, QuantizedLayer):
-        layer.stored = other.stored
+def share_weight(layer: Any, source: Any) -> None:
+    """Let a quantized layer use the weight of ``source``, which may be dense by now."""
+    if isinstance(source, QuantizedLayer):
+        layer.stored = source.stored
     else:
-        layer.__class__ = type(other)
-        layer.weight = other.weight
+        layer.__class__ = type(source)
+        layer.weight = source.weight
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:

@@ -43,9 +43,9 @@ def share_body(model: GPTRewardModel, source: GPTRewardModel) -> None:
     for name, module in model.named_modules():
         if not {_HEAD, _ADAPTER}.isdisjoint(name.split(".")):
             continue
-        other = source.get_submodule(name)
+        source_module = source.get_submodule(name)
         if isinstance(module, QuantizedLayer):
-            share_weight(module, other)
+            share_weight(module, source_module)
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, _ in tensors:
-            setattr(module, key, getattr(other, key))
+            setattr(module, key, getattr(source_module, key))

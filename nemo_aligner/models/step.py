@@ -126,8 +126,8 @@ def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout
     The pipeline drains between two parts, so each part needs enough packs to keep the stages busy.
     """
     packs = num_tokens // (micro_batch_tokens * layout.dp)
-    least = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
-    return max(1, min(_MOST_PARTS, packs // least))
+    min_packs = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
+    return max(1, min(_MOST_PARTS, packs // min_packs))
 
 
 @torch.no_grad()

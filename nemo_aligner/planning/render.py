@@ -193,12 +193,12 @@ def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Can
         )
     offloading = replace(planner, activations_offload=True)
     evaluated = [*candidates, *offloading.candidates(gpus)]
-    least = min(evaluated, key=lambda candidate: candidate.memory.total)
-    settings = [f"recompute {least.plan.recompute.value}", *_offload_settings(least.plan)]
+    smallest = min(evaluated, key=lambda candidate: candidate.memory.total)
+    settings = [f"recompute {smallest.plan.recompute.value}", *_offload_settings(smallest.plan)]
     message = (
-        f"no layout fits on {gpus} GPUs. The one that needs the least memory is {least.plan} with "
-        f"{' and '.join(settings)}: it needs {least.memory.total / GIB:.1f} GiB per GPU, but "
-        f"{planner.usable / GIB:.1f} GiB are free; "
+        f"no layout fits on {gpus} GPUs. The one that needs the least memory is {smallest.plan} "
+        f"with {' and '.join(settings)}: it needs {smallest.memory.total / GIB:.1f} GiB per GPU, "
+        f"but {planner.usable / GIB:.1f} GiB are free; "
     )
     fitting = _least_fitting(planner)
     if fitting is None:
@@ -240,10 +240,10 @@ def _render(rows: Sequence[Mapping[str, str]]) -> str:
     names = list(rows[0])
     lines = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(names))]
-    left = {"layout", "recompute"}
+    left_aligned = {"layout", "recompute"}
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if name in left else cell.rjust(width)
+            cell.ljust(width) if name in left_aligned else cell.rjust(width)
             for name, cell, width in zip(names, line, widths, strict=True)
         ).rstrip()
         for line in lines

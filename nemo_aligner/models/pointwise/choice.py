@@ -84,7 +84,9 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
             return load_kernels(choice)
         except ImportError as error:
             reason = one_line(error)
-    usable = ", ".join(other.value for other in available_kernels() if other is not choice)
+    usable = ", ".join(
+        available.value for available in available_kernels() if available is not choice
+    )
     raise ConfigError(
         f"{SETTING}: {choice.value} cannot be used: {reason}. Choose one of {usable}, or null for "
         "the default of this device."

@@ -243,11 +243,11 @@ def _read_router(config: Mapping[str, Any], count: int, top_k: int) -> dict[str,
         groups = chosen = 1
     # A group is ranked by its best score, or its best two with sigmoid, so it needs as many
     # experts. The chosen groups together need ``top_k`` experts.
-    least = max(2 if function == SIGMOID else 1, -(-top_k // chosen))
-    if groups > 1 and (count % groups or count // groups < least):
+    min_experts = max(2 if function == SIGMOID else 1, -(-top_k // chosen))
+    if groups > 1 and (count % groups or count // groups < min_experts):
         raise CheckpointError(
             f"model_config.yaml: {GROUP_COUNT}: got {groups}, wanted a divisor of the {count} "
-            f"experts that leaves at least {least} experts in a group"
+            f"experts that leaves at least {min_experts} experts in a group"
         )
     factor = optional_number_of_config(config, SCALING_FACTOR)
     return {

@@ -119,7 +119,9 @@ class Gemma4Shape:
         """
         is_global = are_global[layer_number - 1]
         keys_from, last = None, len(are_global) - self.shared_layers
-        same_kind = [n for n, other in enumerate(are_global[:last], 1) if other == is_global]
+        same_kind = [
+            n for n, has_no_window in enumerate(are_global[:last], 1) if has_no_window == is_global
+        ]
         if layer_number > last:
             keys_from = same_kind[-1]
         lends_keys = self.shared_layers > 0 and layer_number == same_kind[-1]

@@ -194,15 +194,15 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba2Shape:
             f"model_config.yaml: {MAMBA_HEADS}: got {heads}, wanted a multiple of the {groups} "
             "groups"
         )
-    has_bias, least = config.get(MAMBA_CONV_BIAS), config.get(MAMBA_LEAST_STEP) or 0.0
+    has_bias, least_step = config.get(MAMBA_CONV_BIAS), config.get(MAMBA_LEAST_STEP) or 0.0
     if not isinstance(has_bias, bool | None):
         raise CheckpointError(
             f"model_config.yaml: {MAMBA_CONV_BIAS}: got {shown(has_bias)}, wanted true or false"
         )
-    if type(least) not in (int, float) or not 0 <= least <= 1:
+    if type(least_step) not in (int, float) or not 0 <= least_step <= 1:
         raise CheckpointError(
-            f"model_config.yaml: {MAMBA_LEAST_STEP}: got {shown(least)}, wanted a number from 0 to "
-            "1"
+            f"model_config.yaml: {MAMBA_LEAST_STEP}: got {shown(least_step)}, wanted a number from "
+            "0 to 1"
         )
     return Mamba2Shape(
         num_key_heads=groups,
@@ -211,7 +211,7 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba2Shape:
         value_head_dim=count_of_config(config, MAMBA_HEAD_DIM),
         conv_kernel=count_of_config(config, MAMBA_KERNEL, 4),
         conv_bias=has_bias is not False,
-        least_step=float(least),
+        least_step=float(least_step),
     )
 
 
