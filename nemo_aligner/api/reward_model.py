@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -242,15 +241,10 @@ class RewardModel:
         try:
             path = folder / "records.jsonl"
             write_records(path, records)
-            evaluation = self._evaluate(path, settings)
+            # The caller does not know the temporary folder, so results name the file without it.
+            return self._evaluate(path, settings, data_name=path.name)
         finally:
             remove_temporary(folder)
-        # Remove the name of the temporary folder, which the caller does not know.
-        return replace(
-            evaluation,
-            rows=[{**row, "record": Path(row["record"]).name} for row in evaluation.rows],
-            table=evaluation.table.replace(f"{folder}/", ""),
-        )
 
     def export(
         self,
@@ -302,7 +296,12 @@ class RewardModel:
         """Unload the weights; the next use loads them again."""
         _SESSION.leave(self)
 
-    def _evaluate(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> Evaluation:
+    def _evaluate(
+        self,
+        path: str | PathLike[str],
+        settings: Mapping[str, Any],
+        data_name: str | None = None,
+    ) -> Evaluation:
         config = load_settings(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
@@ -310,7 +309,7 @@ class RewardModel:
             say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 
-        return evaluate_source(config, self._source())
+        return evaluate_source(config, self._source(), data_name)
 
     def _source(self) -> RewardSource:
         """Load the model unless it is loaded; return it as a ``RewardSource``, ready to score."""

@@ -106,8 +106,8 @@ def _write(
             _check_input(folder, weight) for folder, weight in zip(folders, weights, strict=True)
         ]
         last = inputs[-1]
-        for other in inputs[:-1]:
-            _check_mergeable(last, other, may_differ)
+        for earlier in inputs[:-1]:
+            _check_mergeable(last, earlier, may_differ)
         tensors, layers = _merge_tensors(inputs)
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
@@ -174,26 +174,26 @@ def _check_input(folder: NemoFolder, weight: float) -> _Input:
     return _Input(folder, model_shape(folder), contract, weight)
 
 
-def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
+def _check_mergeable(last: _Input, earlier: _Input, may_differ: Sequence[str]) -> None:
     """Raise CheckpointError if two models differ in their shape or scoring contract.
 
     ``may_differ`` names the fields of the contract that are not compared.
     """
-    problem = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
+    problem = f"{earlier.folder.source}: it cannot be merged with {last.folder.source}"
     # LoRA may differ, because lazy_decoder folds the adapters into the weights.
-    last_shape, other_shape = (
-        dataclasses.asdict(dataclasses.replace(model.shape, lora=None)) for model in (last, other)
+    last_shape, earlier_shape = (
+        dataclasses.asdict(dataclasses.replace(model.shape, lora=None)) for model in (last, earlier)
     )
-    if last_shape != other_shape:
+    if last_shape != earlier_shape:
         differing = [
-            f"{name}: {value} -> {other_shape[name]}"
+            f"{name}: {value} -> {earlier_shape[name]}"
             for name, value in last_shape.items()
-            if value != other_shape[name]
+            if value != earlier_shape[name]
         ]
         raise CheckpointError(f"{problem}: the models differ: {'; '.join(differing)}")
-    if len(last.contract.attributes) != len(other.contract.attributes):
+    if len(last.contract.attributes) != len(earlier.contract.attributes):
         may_differ = ()
-    conflicts = find_conflicts(last.contract, other.contract, may_differ)
+    conflicts = find_conflicts(last.contract, earlier.contract, may_differ)
     if conflicts:
         raise CheckpointError(
             f"{problem}: the scoring contracts differ: {describe_differences(conflicts)}"

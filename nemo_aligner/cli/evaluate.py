@@ -19,6 +19,7 @@ from nemo_aligner.cli.parser import (
 )
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
+from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import is_first_rank
 from nemo_aligner.utils.writing import check_outputs
 
@@ -136,11 +137,21 @@ def run_report(options: argparse.Namespace) -> int:
     """Write the report of runs as an HTML page, and print its path."""
     check_report("report")
     for run in options.runs:
-        check_outputs({"output": options.output}, {"a file to draw": run})
+        _check_replaces_nothing_of(run, options.output)
     from nemo_aligner.evaluation.report.page import write_page
 
     print(f"report: {write_page(options.runs, options.output)}")
     return 0
+
+
+def _check_replaces_nothing_of(run: Path, output: Path) -> None:
+    """Raise ConfigError if ``output`` is a file of ``run``; in a run's folder it may be a page."""
+    is_inside = run.is_dir() and run.resolve() in output.resolve().parents
+    if is_inside and output.is_file() and output.suffix != ".html":
+        raise ConfigError(f"output: {output} is a file of the run {run}. Name another")
+    files = [run] if run.is_dir() else [run.with_suffix(end) for end in (".json", ".jsonl")]
+    for file in files:
+        check_outputs({"output": output}, {"a file to draw": file})
 
 
 _CHECK = """\

@@ -157,11 +157,11 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.params:
         shape, name = preset(options.params)
     else:
-        from nemo_aligner.checkpoint.hf.convert import read_config_and_contract
+        from nemo_aligner.checkpoint.hf.convert import read_config_and_limits
 
-        config, contract = read_config_and_contract(options.config)
+        config, limits = read_config_and_limits(options.config)
         shape, name = ModelShape.from_config(config), str(options.config)
-        request = request if contract is None else request.continuing(contract)
+        request = request if limits is None else request.continuing(*limits)
     planner = request.planner(shape)
     print(render_heading(name, planner, request), flush=True)
     if len(options.gpus) == 1:

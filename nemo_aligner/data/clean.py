@@ -138,8 +138,8 @@ def list_first(items: Sequence[object], limit: int) -> list[str]:
     If there are more items, a last line says how many more.
     """
     lines = [f"  {item}" for item in items[:limit]]
-    left = len(items) - limit
-    return [*lines, f"  and {left} more"] if left > 0 else lines
+    num_unlisted = len(items) - limit
+    return [*lines, f"  and {num_unlisted} more"] if num_unlisted > 0 else lines
 
 
 def list_malformed(
@@ -155,8 +155,8 @@ def list_malformed(
         by_reason.setdefault((record.origin.path, record.reason), []).append(record)
     listed = list(by_reason.values())[:limit]
     lines = [f"  {first}{_list_repeats(repeats)}" for first, *repeats in listed]
-    left = (len(records) if total is None else total) - sum(map(len, listed))
-    return [*lines, f"  and {left} more"] if left > 0 else lines
+    num_unlisted = (len(records) if total is None else total) - sum(map(len, listed))
+    return [*lines, f"  and {num_unlisted} more"] if num_unlisted > 0 else lines
 
 
 def _list_repeats(repeats: Sequence[MalformedRecord]) -> str:

@@ -227,12 +227,12 @@ def _list_words(words: list[str]) -> str:
 def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for category, words in _CATEGORIES.items():
         for word in words:
-            other, another = rng.sample([name for name in words if name != word], 2)
+            second_word, third_word = rng.sample([name for name in words if name != word], 2)
             for prompt, chosen, rejected in (
                 (
                     f"In one word: name one of the {category}, but not '{word}'.",
-                    f"{other[0].upper()}{other[1:]}.",
-                    f"One of the {category} is '{other}', for example.",
+                    f"{second_word[0].upper()}{second_word[1:]}.",
+                    f"One of the {category} is '{second_word}', for example.",
                 ),
                 (
                     f"In a full sentence: is '{word}' one of the {category}?",
@@ -246,8 +246,8 @@ def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
                 ),
                 (
                     f"List '{word}' and two more {category}, one per line, with dashes.",
-                    f"- {word}\n- {other}\n- {another}",
-                    _list_words([word, other, another]),
+                    f"- {word}\n- {second_word}\n- {third_word}",
+                    _list_words([word, second_word, third_word]),
                 ),
             ):
                 yield DemoPair("format", f"{category} {word}", prompt, chosen, rejected)

@@ -194,9 +194,9 @@ def open_unpacked(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _decode(content: bytes, path: str) -> str:
-    other = describe_binary(content, path)
-    if other is not None:
-        raise DataError(f"{path}: {other}")
+    problem = describe_binary(content, path)
+    if problem is not None:
+        raise DataError(f"{path}: {problem}")
     return decode_utf8(content.removeprefix(codecs.BOM_UTF8), path)
 
 

@@ -233,7 +233,7 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
 
 def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
     """Decode tokens to text, with ``marks[0]`` before and ``marks[1]`` after each special token."""
-    left, right = marks
+    start_mark, end_mark = marks
     parts: list[str] = []
     plain: list[int] = []
     for token_id in token_ids:
@@ -242,9 +242,9 @@ def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[s
             continue
         parts += [
             tokenizer.decode(plain) if plain else "",
-            left,
+            start_mark,
             tokenizer.decode([token_id]),
-            right,
+            end_mark,
         ]
         plain = []
     return "".join(parts) + (tokenizer.decode(plain) if plain else "")

@@ -297,8 +297,8 @@ def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> fro
             keys.extend(verdict_keys(record))
     different = np.unique(np.frombuffer(keys, dtype=np.uint64)) if keys else np.zeros(0, np.uint64)
     # Opposite verdicts are neighbours, as their keys differ in the lowest bit.
-    both = different[1:][different[1:] ^ np.uint64(1) == different[:-1]]
-    return frozenset((both & ~np.uint64(1)).tolist())
+    contradicted = different[1:][different[1:] ^ np.uint64(1) == different[:-1]]
+    return frozenset((contradicted & ~np.uint64(1)).tolist())
 
 
 def parse_file(path: str | Path, reading: ReaderConfig, *, with_lines: bool = False) -> RecordFile:

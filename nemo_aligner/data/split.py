@@ -251,10 +251,10 @@ def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, st
     index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
     sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
     for key, sketch in zip(different, sketches, strict=True):
-        for other in sorted(index.query(sketch)):
-            common = len(shingles[key] & shingles[other])
-            if common >= similar * len(shingles[key] | shingles[other]):
-                yield key, other
+        for similar_key in sorted(index.query(sketch)):
+            common = len(shingles[key] & shingles[similar_key])
+            if common >= similar * len(shingles[key] | shingles[similar_key]):
+                yield key, similar_key
         index.insert(key, sketch)
 
 

@@ -161,9 +161,9 @@ def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:
     present = [key for key in sides if isinstance(line, Line) and key in line.value]
     if isinstance(line, BadLine) or len(present) != 1:
         return line, None
-    both = dict.fromkeys(sides, line.value[present[0]])
+    both_sides = dict.fromkeys(sides, line.value[present[0]])
     side = PAIR_COLUMNS[sides.index(present[0])]
-    return replace(line, value={**line.value, **both}), side
+    return replace(line, value={**line.value, **both_sides}), side
 
 
 def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:

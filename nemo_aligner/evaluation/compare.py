@@ -111,15 +111,17 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
             f"{first} and {second}: the files have no pair with the same replies (their first "
             f"pairs are {records}). Evaluate both models on the same data file."
         )
-    left, right = (
+    first_matched, second_matched = (
         Predictions([table.rows[index] for index in indices])
         for table, indices in zip(tables, zip(*matched, strict=True), strict=True)
     )
-    verdicts = np.stack([left.right, right.right], axis=1)
+    verdicts = np.stack([first_matched.right, second_matched.right], axis=1)
     names = tables[0].names
     return PairedComparison(
-        rows=[_compare_verdicts(source, verdicts[rows]) for source, rows in left.by_source()],
-        flips=_list_flips([names[index] for index, _ in matched], left, right),
+        rows=[
+            _compare_verdicts(source, verdicts[rows]) for source, rows in first_matched.by_source()
+        ],
+        flips=_list_flips([names[index] for index, _ in matched], first_matched, second_matched),
         left_out=(len(tables[0].rows) - len(matched), len(tables[1].rows) - len(matched)),
     )
 

@@ -412,7 +412,7 @@ def evaluate_file(
         check_replies_marked(_list_samples(file.records))
     scored = source.scorer.score_rows(_list_samples(file.records))
     if source.encoder is None:
-        file, scored = drop_refused(file, scored)
+        file, scored = _drop_without_reward(file, scored)
     if file.kind is not RecordKind.rating:
         result = evaluate_comparisons(source, file.records, scored)
     elif scored.steps is None:
@@ -482,20 +482,24 @@ def _has_step_labels(file: RecordFile) -> bool:
     return any(isinstance(record, Rating) and record.steps for record in file.records)
 
 
-def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, ScoredRows]:
-    """Drop records with a sample that the server rejected, and count them as ``refused``.
+def _drop_without_reward(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, ScoredRows]:
+    """Drop records with a sample that got no reward from the server.
 
-    A server rejects samples only when they are scored, so ``scored`` has all samples of the file.
-    The rewards of the remaining records are returned, so that no sample is scored twice.
+    They are counted as ``refused`` if the server rejected a sample, otherwise as ``unscored``. A
+    server rejects samples only when they are scored, so ``scored`` has all samples of the file. The
+    rewards of the remaining records are returned, so that no sample is scored twice.
 
     Raises:
         DataError: no record is left.
     """
     bounds = [*accumulate((len(record.texts) for record in file.records), initial=0)]
     is_scored = [scored.errors.keys().isdisjoint(range(*span)) for span in pairwise(bounds)]
+    rejected = scored.rejected.keys()
+    refused = sum(not rejected.isdisjoint(range(*span)) for span in pairwise(bounds))
     rows = [row for span in compress(pairwise(bounds), is_scored) for row in range(*span)]
     records = list(compress(file.records, is_scored))
-    counts = {**file.counts, "refused": is_scored.count(False)}
+    unscored = is_scored.count(False) - refused
+    counts = {**file.counts, "refused": refused, "unscored": unscored}
     return _replace_records(file, records, counts), scored.take(rows)
 
 

@@ -6,7 +6,7 @@ of the Python API, whose model is already loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.training.run_facts import describe_contract, find_versions
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import AlignerError, ConfigError
 from nemo_aligner.utils.writing import check_outputs
 
 
@@ -88,13 +88,28 @@ def evaluate(config: EvaluateConfig) -> None:
         results.write(config)
 
 
-def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
+def evaluate_source(
+    config: EvaluateConfig, source: RewardSource, data_name: str | None = None
+) -> Evaluation:
     """Evaluate a source that is already open, and return the result without printing it.
+
+    Args:
+        data_name: name of the data file in results and errors; None means ``data.path``.
 
     Raises:
         AlignerError: the settings, the data or the model cannot be used.
     """
-    results = _measure(config, *_check_settings(config), source)
+    task, reader = _check_settings(config)
+    path = str(config.data.path)
+    try:
+        results = _measure(config, task, reader, source)
+    except AlignerError as error:
+        if data_name is not None:
+            error.args = (str(error).replace(path, data_name),)
+        raise
+    if data_name is not None:
+        config = replace(config, data=replace(config.data, path=data_name))
+        results = results.with_data_name(path, data_name)
     results.write(config)
     result = results.result
     return Evaluation(
@@ -204,6 +219,24 @@ class _Results:
     contract: ScoringContract | None
     robustness: Robustness | None
 
+    def with_data_name(self, path: str, name: str) -> _Results:
+        """Return a copy in which the data file ``path`` is called ``name``."""
+
+        def rename(text: str) -> str:
+            return name + text.removeprefix(path)
+
+        result, predictions = self.result, self.result.predictions
+        rows = [replace(row, record=rename(row.record)) for row in predictions.rows]
+        result = replace(result, predictions=replace(predictions, rows=rows))
+        if isinstance(result, EvalResult):
+            malformed = [
+                replace(record, origin=replace(record.origin, path=name))
+                for record in result.malformed
+            ]
+            result = replace(result, malformed=malformed)
+        description = {**self.description, "data": rename(self.description["data"])}
+        return replace(self, result=result, description=description)
+
     def table(self) -> str:
         """Render the tables for people."""
         tables = [self.result.render(self.description)]
@@ -212,28 +245,38 @@ class _Results:
         return "\n\n".join(tables)
 
     def write(self, config: EvaluateConfig) -> None:
-        """Write the files that the settings name, on the first rank."""
+        """Write the files that the settings name, on the first rank.
+
+        Raises:
+            ConfigError: some cannot be written; the others are written nevertheless.
+        """
         result, description = self.result, dict[str, Any](self.description)
         if self.robustness is not None:
             description["robustness"] = robustness_json(self.robustness)
-        if config.output is not None:
-            written = on_main(partial(result.write, Path(config.output), description))
-            say(f"output: {written}")
-        if config.output_rewards is not None:
-            written = on_main(partial(result.predictions.write, Path(config.output_rewards)))
-            say(f"output_rewards: {written}")
-        if config.report is not None:
-            on_main(partial(self._write_page, config, Path(config.report)))
-            say(f"report: {config.report}")
+        writers: dict[str, Callable[[Path], str]] = {
+            "output": partial(result.write, description=description),
+            "output_rewards": result.predictions.write,
+            "report": partial(self._write_page, config),
+        }
+        errors: list[ConfigError] = []
+        for setting, write in writers.items():
+            path = getattr(config, setting)
+            if path is not None:
+                try:
+                    say(f"{setting}: {on_main(partial(write, Path(path)))}")
+                except ConfigError as error:
+                    errors.append(error)
+        if errors:
+            raise ConfigError("\n  ".join(map(str, errors))) from errors[0]
 
-    def _write_page(self, config: EvaluateConfig, path: Path) -> None:
+    def _write_page(self, config: EvaluateConfig, path: Path) -> str:
         # Imported here because matplotlib is optional, and takes a second to import.
         from nemo_aligner.evaluation.report.page import save_page
 
         report = report_evaluation(path.stem, self.result, self.description, self.contract)
         settings = flatten(config_to_dict(config))
         report = replace(report, robustness=self.robustness, settings=settings)
-        save_page([report], path, "report")
+        return save_page([report], path, "report")
 
 
 def _measure(

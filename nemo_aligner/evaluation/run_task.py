@@ -313,7 +313,8 @@ def _parse_line(task: Task, line: Line | BadLine, path: str | Path) -> tuple[Ite
     if isinstance(line, BadLine):
         raise DataError(f"{location}: {line.reason}")
     try:
-        return read_items(task, {**task.keys_from_name(Path(path).stem), **line.value})
+        name = Path(path).name.partition(".")[0]  # ``stem`` would keep the .json of x.json.gz
+        return read_items(task, {**task.keys_from_name(name), **line.value})
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))
         raise DataError(

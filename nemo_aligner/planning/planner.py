@@ -16,13 +16,10 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import (
     DEFAULT_SEQ_LENGTH,
     BasePrecision,
-    DataConfig,
     LoraConfig,
     ModelConfig,
     Recompute,
 )
-from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import choose_limits
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.layer import (
     copies_keys_without_flash,
@@ -287,14 +284,17 @@ class PlanRequest:
     host: float = 50
     gpus_per_node: int = 8
 
-    def continuing(self, start: ScoringContract) -> PlanRequest:
-        """Return the request for training that starts from a reward model with this contract.
+    def continuing(self, seq_length: int, dtype: str | None) -> PlanRequest:
+        """Return the request for training that starts from a reward model.
 
-        As in training, a length or precision that is None is that of the contract.
+        As in training, a length or precision that is None is that of the model's contract, which
+        the arguments are.
         """
-        limits = choose_limits(DataConfig(seq_length=self.seq_length), start)
-        precision = self.precision or start.dtype
-        return replace(self, seq_length=limits.seq_length, precision=precision)
+        return replace(
+            self,
+            seq_length=self.seq_length or seq_length,
+            precision=self.precision or dtype,
+        )
 
     def planner(self, shape: ModelShape) -> Planner:
         """Build the planner for a model.

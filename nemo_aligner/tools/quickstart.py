@@ -19,7 +19,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from nemo_aligner.checkpoint.hf.convert import read_config_and_contract
+from nemo_aligner.checkpoint.hf.convert import read_config_and_limits
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
 from nemo_aligner.serving.run import running_server
@@ -152,7 +152,7 @@ def _train(
     options: Quickstart, machine: LocalMachine, model: Path, data: tuple[Path, Path]
 ) -> Path:
     heading("Training")
-    layers = read_config_and_contract(model)[0]["num_layers"]
+    layers = read_config_and_limits(model)[0]["num_layers"]
     if not machine.gpus:
         frozen = frozen_layers(layers)
         print(

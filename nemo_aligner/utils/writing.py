@@ -117,10 +117,16 @@ def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> No
         inputs: the files to read, by their descriptions in the error.
 
     Raises:
-        ConfigError: an output is the same file as an input or another output.
+        ConfigError: an output is the same file as an input or another output, or is a folder, or
+            would be in a folder that is a file.
     """
     described = {os.path.realpath(path): name for name, path in inputs.items()}
     for setting, path in outputs.items():
+        if os.path.isdir(path):
+            raise ConfigError(f"{setting}: {path} is a folder. Name a file")
+        above = next((folder for folder in path.parents if os.path.exists(folder)), Path())
+        if not os.path.isdir(above):
+            raise ConfigError(f"{setting}: {path}: {above} is not a folder. Name a file in one")
         # /dev/null and the like are not replaced, so that several settings may name them.
         if os.path.exists(path) and not os.path.isfile(path):
             continue
@@ -141,7 +147,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str], setting: str = "output") -> str:
-    """Write lines in UTF-8 to a file, and make its folder if necessary.
+    """Write lines in UTF-8 to a file; see ``write_output``."""
+    return write_output(path, encode_lines(lines), setting)
+
+
+def write_output(path: Path, content: bytes, setting: str = "output") -> str:
+    """Write a file, and make its folder if necessary.
 
     A reader sees the complete old or new file at any time.
 
@@ -154,14 +165,12 @@ def write_lines(path: Path, lines: Iterable[str], setting: str = "output") -> st
     Raises:
         ConfigError: the file cannot be written; the error names the setting.
     """
-    text = encode_lines(lines)
     try:
-        replaces = path.is_file() and path.read_bytes() != text
-        write_whole(path, text)
+        replaces = path.is_file() and path.read_bytes() != content
+        write_whole(path, content)
     except OSError as error:
         raise ConfigError(
-            f"{setting}: {path.parent} cannot be written: {write_problem(path, error)}. Name "
-            "another folder"
+            f"{setting}: {path} cannot be written: {write_problem(path, error)}. Name another path"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
 

@@ -106,6 +106,11 @@ def test_fetch_without_datasets_says_what_to_install(
         local_files(["nosuch/name"])
 
 
+def test_fetch_to_a_folder_is_refused_before_it_downloads(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^output: {tmp_path} is a folder. Name a file$"):
+        fetch("owner/name", tmp_path)
+
+
 def test_data_set_becomes_a_file_of_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,7 @@ def test_files_written_by_compare_replace_no_other_file_silently(
         (f"--flips={files[0]}",): f"flips: {files[0]} is the first file to compare. Name another",
         (f"--output={files[1]}",): f"output: {files[1]} is the second file to compare",
         (f"--output={table}", f"--flips={table}"): f"flips: {table} is the file of output",
-        (f"--flips={files[0] / 'flips.jsonl'}",): f"flips: {files[0]} cannot be written",
+        (f"--flips={files[0] / 'flips.jsonl'}",): f"flips: {files[0] / 'flips.jsonl'}: {files[0]} ",
     }.items():
         assert refusal(ConfigError, compare, *options).startswith(error)
     flips.write_text("from before")

@@ -366,6 +366,28 @@ def stepwise(steps: str, labels: Sequence[int], **columns: str) -> dict[str, obj
     return {"prompt": "x", "completions": list(steps), "labels": labels, **columns}
 
 
+def test_pairs_that_a_judge_of_the_server_fails_on_are_not_counted_as_refused(
+    tmp_path: Path,
+) -> None:
+    """A pair with a rejected sample is refused, whatever happened to its other sample."""
+
+    class Judged(FunctionScorer):
+        def score_rows(self, samples: Sequence[Text], *, on_error: str = "nan") -> ScoredRows:
+            scored = super().score_rows(samples)
+            failed = [row for row in scored.errors if reply_of(samples[row]) == "judge"]
+            return replace(scored, unscored=frozenset(failed))
+
+    def rewards(texts: Sequence[Text]) -> np.ndarray:
+        replies = map(reply_of, texts)
+        return np.array([[float(reply) if reply.isdigit() else np.nan] for reply in replies])
+
+    sides = [("2", "1"), ("judge", "1"), ("2", "judge"), ("long", "judge")]
+    rows = [{"prompt": "x", "chosen": chosen, "rejected": other} for chosen, other in sides]
+    source = RewardSource.of(Judged(rewards))
+    result = evaluate_file(source, write(tmp_path / "pairs.jsonl", *rows))
+    assert result.counts == {"read": 4, "refused": 1, "unscored": 2, "kept": 1}
+
+
 def test_step_labels_that_a_server_finds_no_steps_for_are_malformed(tmp_path: Path) -> None:
     """Only truncation explains missing steps, and then the last labels belong to the rewards."""
     rows = [stepwise("ab", [1, 0]), stepwise("abc", [0, 1, 0]), stepwise("a", [1])]

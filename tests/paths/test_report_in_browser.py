@@ -34,7 +34,8 @@ def window() -> Iterator[browser.Browser]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     runs = [write_run(folder / name, seed=n) for n, name in enumerate(("first", "second"))]
-    return write_page(runs, folder / "report.html")
+    write_page(runs, folder / "report.html")
+    return folder / "report.html"
 
 
 @pytest.mark.parametrize("width", [400, 1600])

@@ -22,6 +22,7 @@ from nemo_aligner.data.records import write_records
 from nemo_aligner.utils import writing
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.writing import (
+    check_outputs,
     explaining_full_disk,
     replacing,
     write_lines,
@@ -77,7 +78,7 @@ def test_full_disk_is_named_by_whatever_writes(tmp_path: Path, temporary_names: 
     weights.mkdir()
     (weights / "tensors").write_bytes(bytes(100_000))
     with refusals(ConfigError) as refused:
-        with refused("lines", f"output: .*{tmp_path} cannot be written: the disk is full{FREE}"):
+        with refused("lines", f"output: .*lines.jsonl cannot be written: the disk is full{FREE}"):
             write_lines(tmp_path / "lines.jsonl", ["new"] * 9000)
         with refused("records", f"records.jsonl: it cannot be written: the disk is full{FREE}"):
             write_records(tmp_path / "records.jsonl", [{"a": 1}] * 9000)
@@ -121,6 +122,19 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path, temporary_name
         scratch_beside(tmp_path / "file" / "x"),
     ):
         pass
+
+
+def test_output_that_is_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    for output, problem in (
+        (tmp_path, f"{tmp_path} is a folder"),
+        (file / "not" / "made", f"{file / 'not' / 'made'}: {file} is not a folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"^report: {problem}\\. Name a file"):
+            check_outputs({"report": output}, {})
+    outputs = [file, tmp_path / "not" / "made", Path("new"), Path("/dev/null"), Path("/dev/null")]
+    check_outputs({str(number): path for number, path in enumerate(outputs)}, {})
 
 
 def test_two_writers_of_a_file_leave_one_complete_file(tmp_path: Path) -> None:

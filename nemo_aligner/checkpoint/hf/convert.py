@@ -33,7 +33,9 @@ from nemo_aligner.checkpoint.hf.heads import (
 )
 from nemo_aligner.checkpoint.hf.labels import count_outputs, read_labels
 from nemo_aligner.checkpoint.hf.new_contract import (
+    ContractLimits,
     ContractOptions,
+    predict_limits,
     read_or_build_contract,
     refuse_options,
 )
@@ -180,13 +182,14 @@ def _with_path(error: AlignerError, source: str | Path, *files: str | Path) -> C
     return CheckpointError(str(error) if is_named else f"{source}: {error}")
 
 
-def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringContract | None]:
+def read_config_and_limits(path: Path) -> tuple[Mapping[str, Any], ContractLimits | None]:
     """Read a model's config from a YAML file, or from any model that can be trained further.
 
     Of a model of Hugging Face only the settings are read; it is not converted.
 
     Returns:
-        The config; and the scoring contract that the model has, None without one.
+        The config; and limits in the scoring contract that the model has, or will have after its
+        conversion; None for a base model.
 
     Raises:
         ConfigError: the file does not exist, or holds no YAML mapping.
@@ -196,14 +199,17 @@ def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringCont
         try:
             settings, fields = read_settings(path)
             config = find_family(settings.get("model_type"), settings).to_nemo(settings)
+            if fields is None:
+                longest = ModelShape.from_config(config).max_position_embeddings
+                return config, predict_limits(settings, longest)
         except CheckpointError as error:
             raise _with_path(error, path) from error
-        return config, None if fields is None else ScoringContract.from_dict(fields)
+        return config, _limits_in(ScoringContract.from_dict(fields))
     if not path.exists():
         raise ConfigError(f"config: got {path}, which does not exist")
     if path.suffix == ".nemo" or path.is_dir():
         with open_nemo(path, with_weights=False) as folder:
-            return folder.config, folder.read_contract()
+            return folder.config, _limits_in(folder.read_contract())
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -211,6 +217,10 @@ def read_config_and_contract(path: Path) -> tuple[Mapping[str, Any], ScoringCont
     if not isinstance(config, dict):
         raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
     return config, None
+
+
+def _limits_in(contract: ScoringContract | None) -> ContractLimits | None:
+    return None if contract is None else ContractLimits(contract.seq_length, contract.dtype)
 
 
 def _convert(
@@ -297,7 +307,7 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
     if family.dropped == MTP_LAYERS:
         reader = HfSettings(source.config)
         first, key = reader.layers(), "num_nextn_predict_layers"
-        last = first + reader.count(key, reader.count("num_mtp_layers", 1, least=0), least=0)
+        last = first + reader.count(key, reader.count("num_mtp_layers", 1, minimum=0), minimum=0)
         prefixes = [MTP_LAYERS.format(mtp=layer) for layer in range(first, last)]
     tensors = {
         name: tensor

@@ -71,6 +71,8 @@ LAYOUTS = (
 # Key of config.json with which OpenRLHF names the head. Without the key the head is named
 # "value_head" or "score".
 PREFIX_KEY = "value_head_prefix"
+# Key of config.json with the tokens whose rows of the output layer vLLM uses as head.
+_ROW_TOKENS_KEY = "classifier_from_token"
 # Key of config.json with the id of the token at which InternLM2's reward models read. These models
 # append the token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
@@ -315,7 +317,7 @@ def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
     if choice is not None and choice not in layouts:
         supported = ", ".join([NO_HEAD, "lm_head:ROW", "lm_head:ROW,ROW", *layouts])
         raise CheckpointError(f"head: got {shown(choice)}, wanted one of {supported}")
-    architecture = architecture_in(source)
+    architecture = architecture_in(source.config)
     present = [layout for layout in layouts.values() if layout.names()["weight"] in source.tensors]
     chosen = [layout for layout in present if choice in (None, layout.last)]
     if len(chosen) > 1:
@@ -367,7 +369,7 @@ def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "")
 
 def reads_steps(source: Source) -> bool:
     """Tell by the name of a checkpoint's class if its head reads the steps of a response."""
-    return architecture_in(source).endswith(_STEP_CLASS_SUFFIXES)
+    return architecture_in(source.config).endswith(_STEP_CLASS_SUFFIXES)
 
 
 def lacks_output_layer(source: Source, choice: str | None) -> bool:
@@ -378,7 +380,9 @@ def lacks_output_layer(source: Source, choice: str | None) -> bool:
     """
     output_layer = find_family(source.config.get("model_type")).untied.hf[0]
     drops_head = choice == NO_HEAD and bool(unread_head_tensors(source, None, choice))
-    is_decoder = architecture_in(source).endswith(("Model", REWARD_SUFFIX, *_STEP_CLASS_SUFFIXES))
+    is_decoder = architecture_in(source.config).endswith(
+        ("Model", REWARD_SUFFIX, *_STEP_CLASS_SUFFIXES)
+    )
     return output_layer not in source.tensors and (drops_head or is_decoder)
 
 
@@ -392,9 +396,22 @@ def unread_head_tensors(source: Source, head: FoundHead | None, choice: str | No
     return sorted(name for name in source.tensors if is_of_head(name, source) and name not in used)
 
 
+def is_reward_model(config: Mapping[str, Any]) -> bool:
+    """Tell by ``config.json`` alone if a checkpoint should have a reward head, without its weights.
+
+    A head that neither the class nor another setting tells of is missed.
+    """
+    architecture = architecture_in(config)
+    return (
+        architecture.endswith((REWARD_SUFFIX, *_STEP_CLASS_SUFFIXES))
+        or any(word in architecture for word in _REWARD_WORDS)
+        or any(config.get(key) is not None for key in (PREFIX_KEY, _ROW_TOKENS_KEY))
+    )
+
+
 def _has_reward_class(source: Source) -> bool:
     """Tell by the name of a checkpoint's class if it has a reward head, of whatever layout."""
-    architecture = architecture_in(source)
+    architecture = architecture_in(source.config)
     return architecture.endswith(REWARD_SUFFIX) or any(
         word in architecture for word in _REWARD_WORDS
     )
@@ -467,7 +484,7 @@ def _read_row_tokens(source: Source) -> list[str] | None:
     Of two tokens, vLLM's setting ``classifier_from_token`` names first the one whose logit lowers
     the score. The result has the opposite order, as ``FoundHead.rows``.
     """
-    tokens, method = source.config.get("classifier_from_token"), source.config.get("method")
+    tokens, method = source.config.get(_ROW_TOKENS_KEY), source.config.get("method")
     if tokens is None:
         return None
     is_valid = isinstance(tokens, list) and all(
@@ -488,9 +505,9 @@ def _count_rows(tensor: LazyTensor) -> int:
     return next(iter(tensor.shape), 0)
 
 
-def architecture_in(source: Source) -> str:
+def architecture_in(config: Mapping[str, Any]) -> str:
     """Read the name of the model's class (``architectures`` in ``config.json``); empty if none."""
-    architectures = source.config.get("architectures") or [""]
+    architectures = config.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
     return str(architectures[0])

@@ -38,7 +38,7 @@ def read_labels(
         check_are_rewards(problem)
         return list(attribute_names(attributes, head.outputs))
     labels, contract = _read_id2label(source, head), _read_bins_contract(source)
-    may_be_classes = head.outputs > 1 and architecture_in(source).endswith(REWARD_SUFFIX)
+    may_be_classes = head.outputs > 1 and architecture_in(source.config).endswith(REWARD_SUFFIX)
     remedy = "name them with --attributes, or set problem_type to regression in config.json"
     check_are_rewards(problem, labels if may_be_classes else (), remedy)
     if contract is None:

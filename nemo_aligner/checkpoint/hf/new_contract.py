@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nemo_aligner.checkpoint.hf.heads import FoundHead, reads_steps
+from nemo_aligner.checkpoint.hf.heads import FoundHead, is_reward_model, reads_steps
+from nemo_aligner.checkpoint.hf.quantized.methods import read_dtype
 from nemo_aligner.checkpoint.hf.scored_token import read_reward_token, with_trailing_pad
 from nemo_aligner.checkpoint.hf.source import Source
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
 from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.config.model import (
     DataConfig,
     HeadConfig,
@@ -26,6 +28,33 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import CheckpointError, DataError, shown
 
 _MAX_DEFAULT_SEQ_LENGTH = 4096
+
+
+class ContractLimits(NamedTuple):
+    """What training that starts from a reward model takes over from its contract, if not set.
+
+    Attributes:
+        seq_length: tokens of the longest sample.
+        dtype: the precision, such as ``bf16``; None if it is unknown.
+    """
+
+    seq_length: int
+    dtype: str | None
+
+
+def predict_limits(config: Mapping[str, Any], longest: int) -> ContractLimits | None:
+    """Predict from ``config.json`` what the contract will be after a conversion with no options.
+
+    ``longest`` is the model's limit for the tokens of a sample. None for a base model.
+
+    Raises:
+        CheckpointError: the class in the config has no valid name.
+    """
+    if not is_reward_model(config):
+        return None
+    dtype = read_dtype(config)
+    precision = None if dtype is None else format_of(dtype).precision.value
+    return ContractLimits(min(longest, _MAX_DEFAULT_SEQ_LENGTH), precision)
 
 
 class ContractOptions(NamedTuple):

@@ -86,7 +86,7 @@ def find_skipped_pad(source: Source, head: FoundHead | None) -> int | None:
     """
     if source.contract is not None:
         return source.contract.get("trailing_pad_id")
-    architecture, weights = architecture_in(source), _read_by_class()
+    architecture, weights = architecture_in(source.config), _read_by_class()
     is_read_by_class = head is not None and not head.rows and head.names["weight"] in weights
     skips = architecture.endswith(REWARD_SUFFIX) or architecture == _BEFORE_FIRST_PAD
     if not (is_read_by_class and skips) or source.config.get(REWARD_TOKEN_KEY) is not None:
@@ -142,12 +142,14 @@ def with_trailing_pad(
     if contract.has_steps:
         raise CheckpointError(
             f"reads: got {contract.scored_position}, but a turn or sample ends with {token}, which "
-            f"{architecture_in(source)} takes for padding. Leave --reads and --step-separator out, "
-            "or set another pad_token_id in config.json"
+            f"{architecture_in(source.config)} takes for padding. Leave --reads and "
+            "--step-separator out, or set another pad_token_id in config.json"
         )
     for ids in ending:
         first = ids.index(pad)
-        if architecture_in(source) == _BEFORE_FIRST_PAD and any(i != pad for i in ids[first:]):
+        if architecture_in(source.config) == _BEFORE_FIRST_PAD and any(
+            i != pad for i in ids[first:]
+        ):
             raise CheckpointError(
                 f"pad_token_id: got {token}, which the chat template also writes inside a sample. "
                 f"{_BEFORE_FIRST_PAD} reads before the first pad token, so its rewards do not "
@@ -175,7 +177,7 @@ def describe_scored_token(
     """
     if source.contract is not None:
         return
-    pad, name = contract.trailing_pad_id, architecture_in(source)
+    pad, name = contract.trailing_pad_id, architecture_in(source.config)
     if pad is not None:
         yield (
             f"note: samples end with {tokenizer.decode([pad])!r}, which is also the pad token, so "
@@ -190,7 +192,7 @@ def describe_scored_token(
 
 def _is_followed(source: Source) -> bool:
     """Tell if a checkpoint's class is one of transformers or one that this package follows."""
-    name, model_type = architecture_in(source), str(source.config.get("model_type"))
+    name, model_type = architecture_in(source.config), str(source.config.get("model_type"))
     auto_map = source.config.get("auto_map")
     own_names = [
         str(value).rpartition(".")[2]

@@ -204,8 +204,10 @@ def _check_all_requested(request: Mapping[str, Any], folder: NemoFolder) -> None
         requested |= {part.key for part in nested_values(parts)}
     names = sorted(name for name in folder.tensors if not name.startswith(_LOADED_ELSEWHERE))
     flags = [folder.prefix + name in requested for name in names]
-    found = agree_on(flags, current_device())
-    unused = [name for name, is_found in zip(names, found, strict=True) if not is_found]
+    are_requested = agree_on(flags, current_device())
+    unused = [
+        name for name, is_requested in zip(names, are_requested, strict=True) if not is_requested
+    ]
     if unused:
         raise CheckpointError(
             f"{folder.source}: {folder.prefix}{unused[0]}: the model has no place for it, nor for "

@@ -542,18 +542,18 @@ class Heldout:
         if self.predictions.is_rated:
             return None
         recorded = self.metric("longer_reply_accuracy")
-        if recorded is not None:
-            return recorded, self.length_unit()
-        return ranking.longer_reply_accuracy(self.predictions.as_metrics()), self.length_unit()
+        if recorded is None:
+            recorded = ranking.longer_reply_accuracy(self.predictions.as_metrics())
+        return recorded, self.length_unit("longer_reply_accuracy")
 
-    def length_unit(self) -> str:
-        """Return the unit in which the logged baseline measured lengths: tokens or characters.
+    def length_unit(self, baseline: str) -> str:
+        """Return the unit of lengths in a metric named ``baseline``: tokens or characters.
 
-        An evaluation of a server has no tokenizer, so it counts characters.
+        An evaluation of a server has no tokenizer, so it counts characters. They are also counted
+        if the metric was not logged, and the report computes it.
         """
         is_server = str(self.report.facts.get("checkpoint", "")).startswith("http")
-        recorded = self.metric("longer_reply_accuracy")
-        return "characters" if is_server or recorded is None else "tokens"
+        return "characters" if is_server or self.metric(baseline) is None else "tokens"
 
 
 def heldout_sets(reports: Sequence[RunReport]) -> list[Heldout]:

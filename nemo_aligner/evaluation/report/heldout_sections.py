@@ -250,7 +250,7 @@ def _build_length_row(heldout: Heldout) -> list[str]:
         )
     )
     cells = map(format_metric, values)
-    return [heldout.key.name, *cells, heldout.length_unit()]
+    return [heldout.key.name, *cells, heldout.length_unit("longer_reply_accuracy")]
 
 
 def render_longer_baseline(heldout: Heldout) -> str:

@@ -46,7 +46,7 @@ from nemo_aligner.evaluation.report.run_report import (
 from nemo_aligner.evaluation.report.svg import COLOURS, DARK_COLOURS
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
-from nemo_aligner.utils.writing import write_problem, write_whole
+from nemo_aligner.utils.writing import write_output
 
 MAX_REPORTS = len(COLOURS)
 # Limit for the samples of all mistakes together. With it the page stays below 3 MB, even if every
@@ -87,7 +87,7 @@ class ShownMistake:
     replies: Sequence[ShownTurn]
 
 
-def write_page(paths: Sequence[Path], output: Path) -> Path:
+def write_page(paths: Sequence[Path], output: Path) -> str:
     """Write one report on some runs and evaluations, whose curves share the figures.
 
     Args:
@@ -95,7 +95,7 @@ def write_page(paths: Sequence[Path], output: Path) -> Path:
         output: the HTML file to write.
 
     Returns:
-        ``output``.
+        ``output``, and whether another file was replaced, for a message.
 
     Raises:
         DataError: one of ``paths`` is neither a run nor an evaluation.
@@ -104,23 +104,20 @@ def write_page(paths: Sequence[Path], output: Path) -> Path:
     return save_page([read_report(path) for path in paths], output)
 
 
-def save_page(reports: Sequence[RunReport], output: Path, setting: str = "output") -> Path:
-    """Write the page for reports that were read already, and return its path.
+def save_page(reports: Sequence[RunReport], output: Path, setting: str = "output") -> str:
+    """Write the page for reports that were read already.
 
     Args:
         setting: name of the setting that chose ``output``, for the error.
 
+    Returns:
+        ``output``, and whether another file was replaced, for a message.
+
     Raises:
         ConfigError: there are too many reports, or ``output`` cannot be written.
     """
-    content = render_page(reports)
-    try:
-        # "replace", because a text may contain half of a surrogate pair, which UTF-8 cannot encode.
-        write_whole(output, content.encode("utf-8", "replace"))
-    except OSError as error:
-        problem = write_problem(output, error)
-        raise ConfigError(f"{setting}: the file {output} cannot be written: {problem}") from error
-    return output
+    # "replace", because a text may contain half of a surrogate pair, which UTF-8 cannot encode.
+    return write_output(output, render_page(reports).encode("utf-8", "replace"), setting)
 
 
 def render_page(reports: Sequence[RunReport]) -> str:
@@ -342,7 +339,7 @@ def _measure_length_baseline(heldout: Heldout) -> tuple[float, str]:
     """
     logged = heldout.metric("length_only_pearson_mean")
     if logged is not None:
-        return logged, heldout.length_unit()
+        return logged, heldout.length_unit("length_only_pearson_mean")
     lengths = heldout.predictions.lengths.astype(float).ravel()
     columns = heldout.predictions.labels.T
     return nanmean(abs(_correlate(lengths, labels)) for labels in columns), "characters"

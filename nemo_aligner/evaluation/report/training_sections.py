@@ -36,7 +36,9 @@ from nemo_aligner.metrics.table import (
     Better,
     better_values,
     find_metric,
+    split_name,
 )
+from nemo_aligner.training.heldout import MOST_RECORDS
 from nemo_aligner.utils.console import show_bytes, show_number
 
 VALIDATION = "validation-"
@@ -125,7 +127,7 @@ def _find_sets_with(metric: str, run: RunReport) -> list[str]:
 
 def list_validation_sets(run: RunReport) -> list[str]:
     """List the names of the sets that a run was validated on, such as ``validation-heldout``."""
-    names = [name.partition("/")[0] for name in run.curves if name.startswith(VALIDATION)]
+    names = [split_name(name).set_name for name in run.curves if name.startswith(VALIDATION)]
     return list(dict.fromkeys(names))
 
 
@@ -300,7 +302,7 @@ def _split_descriptions(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
-    """Write a note for each held-out set of which the run kept only a sample of the records.
+    """Write a note for each held-out set of which the run did not keep all records, and why.
 
     ``is_one_of_many`` is True if the page has several runs; the note then names the run.
     """
@@ -308,10 +310,14 @@ def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
     totals = report.facts.get("validation_records", {})
     for name, predictions in report.predictions.items():
         total, count = totals.get(name, 0), _count_records(predictions)
-        if total > count:
-            lines.append(
-                f"{prefix}{name}: figures are over a random sample of {count} of {total} records"
-            )
+        num_drawn, reasons = min(total, MOST_RECORDS), []
+        if total > num_drawn:
+            reasons.append(f"{num_drawn} were drawn at random")
+        if num_drawn > count:
+            reasons.append("tied ones, and those whose text is unknown, are left out")
+        if reasons:
+            of_all = f"figures are over {count} of {total} records"
+            lines.append(f"{prefix}{name}: {of_all}: {'; '.join(reasons)}")
     return lines
 
 

@@ -62,8 +62,8 @@ class Task:
         judge: computes from its rewards how far an item is right, 0 to 1, by the benchmark's rule.
         summarise: computes the figures of the benchmark, in the order of its table.
         sample: an example object of the file.
-        keys_from_name: returns keys that the objects lack, from the file's name without its
-            ending, such as the subset of ``gsm8k.json``.
+        keys_from_name: returns keys that the objects lack, from the file's name up to its first
+            dot, such as the subset of ``gsm8k.json``.
         reads_steps: True if the benchmark judges steps. An item then has one sample, its rewards
             ``[S]`` are those of the sample's steps, and ``judge`` gets them minus the threshold
             from which a step is right.
@@ -77,7 +77,7 @@ class Task:
     judge: Callable[[Item, np.ndarray], float]
     summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]
-    keys_from_name: Callable[[str], dict[str, Any]] = lambda stem: {}
+    keys_from_name: Callable[[str], dict[str, Any]] = lambda name: {}
     reads_steps: bool = False
     choose: Callable[[Sequence[Item], Sequence[np.ndarray]], tuple[float, float]] | None = None
 

@@ -28,7 +28,7 @@ from transformers import (
 from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from nemo_aligner.checkpoint.hf.convert import read_config_and_contract
+from nemo_aligner.checkpoint.hf.convert import read_config_and_limits
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.weights import load_weights
@@ -290,6 +290,8 @@ def test_contract_is_made_of_the_folder(tmp_path: Path) -> None:
     three = convert(tmp_path / "three", tmp_path / "three.nemo").contract
     assert (three.attributes, three.reward_model_type) == (NAMES, "regression")
     assert three.seq_length == 4096
+    # ``plan`` has only the folder's settings, and training starts from the conversion.
+    assert read_config_and_limits(tmp_path / "three")[1] == (4096, "fp32")
     options = {"template": "plain", "seq_length": 77, "attributes": ("a", "b", "c")}
     other = convert(tmp_path / "three", tmp_path / "other.nemo", **options).contract
     assert (other.seq_length, other.attributes) == (77, ("a", "b", "c"))
@@ -401,8 +403,8 @@ def test_config_of_a_model_is_read_without_its_weights(
         converted = folder.config
 
     def check(source: Path) -> None:
-        config, contract = read_config_and_contract(source)
-        assert contract is None
+        config, limits = read_config_and_limits(source)
+        assert limits is None
         assert {key: converted[key] for key in config} == config
 
     requests = hub(base_checkpoint)
@@ -415,7 +417,7 @@ def test_config_of_a_model_is_read_without_its_weights(
     check(parts)
     edit(parts, model_type="mllama")
     with pytest.raises(CheckpointError, match="parts: model_type: got 'mllama'"):
-        read_config_and_contract(parts)
+        read_config_and_limits(parts)
     from tests.checkpoint.hf.gguf_writing import write_gguf  # skips without the package gguf
 
     check(write_gguf(tmp_path / "model.gguf", base_checkpoint))

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
+from nemo_aligner.evaluation.report.figures import heldout_sets
 from nemo_aligner.evaluation.report.page import (
     MAX_REPORTS,
     _judge_pairs,
@@ -27,6 +29,7 @@ from nemo_aligner.evaluation.report.page import (
     write_page,
 )
 from nemo_aligner.evaluation.report.run_report import RunReport, read_report
+from nemo_aligner.evaluation.report.training_sections import build_summary
 from nemo_aligner.evaluation.robustness import check_robustness, robustness_json
 from nemo_aligner.evaluation.run import report_evaluation
 from nemo_aligner.evaluation.run_task import run_task
@@ -41,6 +44,12 @@ from tests.harness.scorers import measured, source_of
 
 LIMIT = 3_000_000
 VOID = {"meta", "link", "br", "img", "wbr"}
+
+
+def written_page(runs: Sequence[Path], output: Path) -> Path:
+    """Write the report of runs to ``output``, and return its path."""
+    write_page(runs, output)
+    return output
 
 
 class Page(HTMLParser):
@@ -95,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> Page:
-    return Page(write_page([run], run / "report.html").read_text(encoding="utf-8"))
+    return Page(written_page([run], run / "report.html").read_text(encoding="utf-8"))
 
 
 def test_page_has_every_section_and_figures_that_tell_values(page: Page, run: Path) -> None:
@@ -133,12 +142,25 @@ def test_page_has_tables_of_what_the_numbers_say(page: Page) -> None:
     assert "(chat_pairs), 60 of 60 records used" in text
     assert text.count("abc123") == 1  # the hash of the contract
     assert "always the longer reply" in text
-    assert "60 of 600 records" in text
     assert "margin -14.000: chosen -7.000, rejected 7.000" in text
     assert "host memory" in text
     assert "2.0 GB" in text
     reason = "Robustness (not checked; evaluate with robustness_pairs to check it)."
     assert text.endswith(f"Not in this report: {reason}")
+
+
+def test_page_says_why_a_run_did_not_keep_all_records(run: Path) -> None:
+    report = read_report(run)
+    heading = "validation-held: figures are over 60 of {} records: {}"
+    ties = "tied ones, and those whose text is unknown, are left out"
+    for total, expected in (
+        (60, []),
+        (600, [heading.format(600, ties)]),
+        (9000, [heading.format(9000, f"5000 were drawn at random; {ties}")]),
+    ):
+        facts = {**report.facts, "validation_records": {"validation-held": total}}
+        counted = replace(report, facts=facts)
+        assert build_summary([counted], heldout_sets([counted])).notes == expected
 
 
 def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
@@ -152,7 +174,7 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
     held_out = pair_rows(60, words=3)
     held_out[0]["texts"]["rejected"][-1]["content"] = "half \ud800 of it"
     write(run / "heldout" / "validation-held.jsonl", *held_out)
-    page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
+    page = written_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "accuracy 100.0% at step 3 (validation-held)" in page
     length = page[page.index('id="length"') : page.index('id="mistakes"')]
     assert "mathdefault" not in page
@@ -173,7 +195,7 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
         *({"step": 2, f"validation-held/by_{kind}/x/loss": 1} for kind in ("source", "principle")),
     ]
     write(run / "metrics.jsonl", *rows)
-    content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
+    content = written_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
     figures = re.findall(r"<figure>\s*<h3>([^<]*)", content[: content.index('id="accuracy"')])
     assert figures == ["loss", "loss"]  # in the overview, and among the learning curves
     assert ">0.7000<" in content  # The single validation is in the table.
@@ -206,7 +228,7 @@ def test_page_says_why_there_is_no_temperature(tmp_path: Path) -> None:
         for row in held_out:
             row["rewards"] = {"chosen": margin, "rejected": 0.0}
         write(run / "heldout" / "validation-held.jsonl", *held_out)
-        content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
+        content = written_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
         # In the tables of all metrics, and of calibration.
         assert len(re.findall(f"<td[^>]*>none: no T fits[^<]*{reason}", content)) == 2
         assert "0.5000</td>" not in content
@@ -225,7 +247,7 @@ def test_page_has_a_light_and_a_dark_scheme(page: Page, run: Path) -> None:
 
 
 def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path) -> None:
-    again = write_page([run], tmp_path / "again.html").read_bytes()
+    again = written_page([run], tmp_path / "again.html").read_bytes()
     assert again == (run / "report.html").read_bytes()
 
 
@@ -241,7 +263,7 @@ def test_page_of_two_runs_and_an_evaluation_overlays_them(run: Path, tmp_path: P
         "counts": {"kept": 50},
     }
     (tmp_path / "other.json").write_text(json.dumps(content))
-    made = write_page([run, other, rewards], tmp_path / "all.html")
+    made = written_page([run, other, rewards], tmp_path / "all.html")
     page = Page(made.read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     for name in ("first", "second"):
@@ -262,7 +284,7 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     (folder / "run_facts.json").unlink()
     lines = '{"step": 1, "train/loss": 0.7}\n{"step": 2, "train/loss": 0.6}\n{"step": 3, "tra'
     (folder / "metrics.jsonl").write_text(lines)
-    page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
+    page = Page(written_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert page.sections == ["overview", "summary", "curves", "settings"]
     reasons = page.text[page.text.index("Not in this report: ") :]
     assert reasons.startswith("Not in this report: Accuracy by source (no pairs), Rewards")
@@ -280,7 +302,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(robustness)}
     for path in (folder / "robustness.json", evaluated):
         path.write_text(json.dumps(content))
-    made = write_page([folder, evaluated], tmp_path / "p.html")
+    made = written_page([folder, evaluated], tmp_path / "p.html")
     text = Page(made.read_text(encoding="utf-8")).text
     shown = "2 of 3 pairs; the standard deviation (sd) of their margins is 0.0000"
     assert text.count(shown) == 2
@@ -289,7 +311,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert "The value that training minimizes." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
     with pytest.raises(DataError, match=r"robustness\.json: robustness: "):
-        write_page([folder], tmp_path / "p.html")
+        written_page([folder], tmp_path / "p.html")
 
 
 def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> None:
@@ -303,7 +325,7 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
         for n in range(30)
     ]
     path = write(tmp_path / "rated.jsonl", *rows)
-    page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
+    page = Page(written_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "helpful: rated" in page.text
     assert "helpful: reward 0.400, label 4.000" in page.text
     assert "the length of the reply alone, in characters" in page.text
@@ -311,9 +333,11 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     figures = {"labels": 7, "label": 0.25, "probability": 0.375, "accuracy": 0.625}
     metrics = {f"step_position/2/{name}": value for name, value in figures.items()}
     metrics |= {"step_accuracy": 0.75, "first_error_accuracy": 0.5, "first_error_f1": None}
+    metrics["length_only_pearson_mean"] = 0.25  # measured in tokens
     path.with_suffix(".json").write_text(json.dumps({"metrics": metrics, "counts": {"kept": 30}}))
-    page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
+    page = Page(written_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "Calibration by the position of a step: rated" in page.text
+    assert "the length of the reply alone, in tokens" in page.text
     cells = [text for text in page.texts if text.strip()]
     assert cells[cells.index("all steps") :][:3] == ["all steps", "0.7500", "0.5000"]
     of_steps = cells[cells.index("Calibration by the position of a step: rated") :]
@@ -334,7 +358,7 @@ def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -
         "texts": {"chosen": texts["good"], "rejected": texts["bad"]},
     }
     path = write(tmp_path / "calls.jsonl", row)
-    text = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8")).text
+    text = Page(written_page([path], tmp_path / "p.html").read_text(encoding="utf-8")).text
     overview = text[text.rindex("Overview") : text.rindex("Summary")]
     assert "is it raining" in overview
     in_full = text[text.rindex("The most confident mistakes") :]
@@ -345,7 +369,7 @@ def test_page_of_as_many_runs_as_colours_stays_below_the_limit(tmp_path: Path) -
     runs = [
         write_run(tmp_path / str(n), steps=1000, seed=n, words=20_000) for n in range(MAX_REPORTS)
     ]
-    page = write_page(runs, tmp_path / "all.html")
+    page = written_page(runs, tmp_path / "all.html")
     assert page.stat().st_size < LIMIT
     assert "The text is longer; the end is not shown." in page.read_text(encoding="utf-8")
     with pytest.raises(ConfigError, match="runs: got 9"):
@@ -377,6 +401,29 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert error == f"output: {path} is a file to draw. Name another"
 
 
+def test_report_replaces_no_file_of_its_runs_and_says_that_it_replaces_another(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(path: Path, output: Path) -> int:
+        return run_report(report_parser().parse([str(path), f"--output={output}"]))
+
+    results = tmp_path / "e.json"
+    results.write_text('{"metrics": {"accuracy": 0.5}}')
+    for path, output, problem in (
+        (results, tmp_path / "e.jsonl", "is a file to draw"),
+        (run, run / "metrics.jsonl", f"is a file of the run {run}"),
+    ):
+        assert refusal(ConfigError, report, path, output) == (
+            f"output: {output} {problem}. Name another"
+        )
+    page = tmp_path / "page.html"
+    for content, ending in ((None, ""), ("of before", " (in place of another)")):
+        if content is not None:
+            page.write_text(content)
+        assert report(results, page) == 0
+        assert capsys.readouterr().out == f"report: {page}{ending}\n"
+
+
 def test_report_of_an_evaluation_ignores_the_data_file_of_its_name(tmp_path: Path) -> None:
     results, data = tmp_path / "a.json", {"prompt": "x", "chosen": "y", "rejected": "z"}
     results.write_text('{"metrics": {"accuracy": 0.5}}')
@@ -402,7 +449,7 @@ def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
     write(folder / "heldout" / "validation-held.jsonl", *rows)
 
     def overview() -> str:
-        page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
+        page = Page(written_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
         return " ".join(page[page.rindex("Overview") : page.rindex("Summary")].split())
 
     headline = overview()

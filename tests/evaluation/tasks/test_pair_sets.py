@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,10 +37,12 @@ def test_hhh_query_has_its_turns(tmp_path: Path) -> None:
 def test_rm_bench_file_of_one_domain_has_it_in_its_name(tmp_path: Path) -> None:
     task = TASKS["rm_bench"]
     record = {key: value for key, value in task.sample.items() if key != "domain"}
-    report = run_task(
-        task, write(tmp_path / "safety-refuse_filtered.json", [record]), source_of(by_length)
-    )
-    assert {"safety-refuse", "safety-refuse, hard", "safety"} <= report.metrics.keys()
+    path = write(tmp_path / "safety-refuse_filtered.json", [record])
+    packed = path.with_suffix(".json.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    for file in (path, packed):
+        report = run_task(task, file, source_of(by_length))
+        assert {"safety-refuse", "safety-refuse, hard", "safety"} <= report.metrics.keys()
     path = write(tmp_path / "other_filtered.json", [record])
     error = refusal(DataError, run_task, task, path, source_of(by_length))
     assert "other_filtered.json:1: " in error

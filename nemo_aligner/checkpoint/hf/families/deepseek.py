@@ -244,7 +244,7 @@ ATTENTION = (
 def _first_dense(config: Config, default: int) -> list[int]:
     """List a 0 for each of the first ``first_k_dense_replace`` layers, which are dense, then 1s."""
     reader = HfSettings(config)
-    dense = reader.count("first_k_dense_replace", default, least=0)
+    dense = reader.count("first_k_dense_replace", default, minimum=0)
     return [int(layer >= dense) for layer in range(reader.layers())]
 
 

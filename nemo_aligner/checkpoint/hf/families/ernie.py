@@ -31,9 +31,9 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     top_k = reader.count("num_experts_per_tok", reader.count("moe_k", 6), limit=experts)
     layers = reader.layers()
     width = reader.count("moe_intermediate_size", 1536)
-    shared = reader.count("moe_num_shared_experts", 2, least=0)
-    first = reader.count("moe_layer_start_index", 1, least=0)
-    last = reader.count("moe_layer_end_index", -1, least=-1)
+    shared = reader.count("moe_num_shared_experts", 2, minimum=0)
+    first = reader.count("moe_layer_start_index", 1, minimum=0)
+    last = reader.count("moe_layer_end_index", -1, minimum=-1)
     last = layers - 1 if last == -1 else last
     marks = _mark_layers(layers, first, last, reader.count("moe_layer_interval", 1))
     nemo: dict[str, Any] = {

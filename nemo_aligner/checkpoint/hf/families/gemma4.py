@@ -139,8 +139,8 @@ def _read_layer_sizes(reader: HfSettings, by_layer: Any, groups: int) -> tuple[i
 def _read_small_models(reader: HfSettings) -> dict[str, Any]:
     """Translate the settings of shared keys, and of inputs of each layer."""
     layers = reader.layers()
-    shared = reader.count("num_kv_shared_layers", 0, least=0, limit=layers)
-    width = reader.count("hidden_size_per_layer_input", 256, least=0) or None
+    shared = reader.count("num_kv_shared_layers", 0, minimum=0, limit=layers)
+    width = reader.count("hidden_size_per_layer_input", 256, minimum=0) or None
     rows, vocabulary = (
         reader.count(key, 262144) for key in ("vocab_size_per_layer_input", "vocab_size")
     )
@@ -317,7 +317,7 @@ def _unused_keys(config: Config) -> list[str]:
     """Name the projections and norms of keys and values that layers without keys may have."""
     reader = HfSettings(config)
     layers = reader.layers()
-    first = layers - reader.count("num_kv_shared_layers", 0, least=0, limit=layers)
+    first = layers - reader.count("num_kv_shared_layers", 0, minimum=0, limit=layers)
     return [
         f"model.layers.{layer}.self_attn.{part}_{kind}."
         for layer in range(first, layers)

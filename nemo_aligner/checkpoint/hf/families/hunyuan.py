@@ -43,7 +43,7 @@ def _with_stretched_base(config: Config) -> Config:
         return config
     theta = HfSettings({"rope_theta": rope.get("rope_theta") or config.get("rope_theta")})
     heads, hidden = reader.count("num_attention_heads"), reader.count("hidden_size")
-    channels = reader.count("head_dim", hidden // heads, least=3)
+    channels = reader.count("head_dim", hidden // heads, minimum=3)
     alpha = HfSettings(rope).number("alpha")
     base_of_rope = theta.number("rope_theta", 10000.0) * alpha ** (channels / (channels - 2))
     without = {name: value for name, value in config.items() if name not in _ROPE_KEYS}

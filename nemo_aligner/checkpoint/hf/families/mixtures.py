@@ -401,7 +401,7 @@ def biased_experts_to_nemo(config: Config, **defaults: int | float) -> dict[str,
     layers, experts = reader.layers(), reader.count(key, default["n_routed_experts"])
     width = reader.count("moe_intermediate_size", default["moe_intermediate_size"])
     key = "first_k_dense_replace"
-    dense = reader.count(key, default[key], least=0, limit=layers - 1)
+    dense = reader.count(key, default[key], minimum=0, limit=layers - 1)
     groups = reader.count("n_group", default["n_group"], limit=experts)
     factor = reader.number("routed_scaling_factor", default["routed_scaling_factor"])
     key = "num_experts_per_tok"

@@ -42,7 +42,7 @@ def qwen_to_nemo(
     if reader.flag("use_sliding_window", False):
         size = reader.window()
     if size is not None:
-        limit = reader.count("max_window_layers", 28, least=0)
+        limit = reader.count("max_window_layers", 28, minimum=0)
         windows = [has_window(layer, limit) for layer in range(layers)]
         kinds = [settings.SLIDING if window else settings.FULL for window in windows]
     return settings.decoder_to_nemo(

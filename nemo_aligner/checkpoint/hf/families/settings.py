@@ -162,12 +162,12 @@ class HfSettings:
         return read_number(default if value is None else value, key, expected)
 
     def count(
-        self, key: str, default: int | None = None, least: int = 1, limit: int = MAX_COUNT
+        self, key: str, default: int | None = None, minimum: int = 1, limit: int = MAX_COUNT
     ) -> int:
-        """Read an integer from ``least`` to ``limit``; ``default`` if the key is absent."""
+        """Read an integer from ``minimum`` to ``limit``; ``default`` if the key is absent."""
         value = self.config.get(key)
-        expected = f"a whole number from {least} on, at most {limit}"
-        return read_count(default if value is None else value, key, expected, least, limit)
+        expected = f"a whole number from {minimum} on, at most {limit}"
+        return read_count(default if value is None else value, key, expected, minimum, limit)
 
     def flag(self, key: str, default: bool) -> bool:
         """Read a bool; ``default`` if the key is absent."""

@@ -65,7 +65,7 @@ def read_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
             f"quantization_config: got {shown(fields)}; quantized weights are supported with the "
             f"quant_method {', '.join(_READERS)} ({mxfp4.METHOD} only for gpt-oss). {WHAT_TO_DO}"
         )
-    return reader(Options(fields), _read_dtype(config))
+    return reader(Options(fields), read_dtype(config))
 
 
 def _is_old_bitsandbytes(fields: Mapping[str, Any]) -> bool:
@@ -73,7 +73,7 @@ def _is_old_bitsandbytes(fields: Mapping[str, Any]) -> bool:
     return any(fields.get(name) is True for name in ("load_in_4bit", "load_in_8bit"))
 
 
-def _read_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def read_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the model's dtype in a ``config.json``, also of a decoder in a larger model."""
     inside = config.get("text_config")
     for fields in (config, inside if isinstance(inside, dict) else {}):
