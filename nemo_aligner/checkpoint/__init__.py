@@ -7,8 +7,8 @@ The modules, in the order in which a model passes through them:
 - ``conversion_cache`` runs these conversions for commands that take a model in any format.
 - ``nemo/`` opens, checks and writes ``.nemo`` archives, and loads them into a reward model.
 - ``weights/`` reads and writes tensors in every stored format: distributed checkpoints, zarr.
-- ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the files
-  of a run, and ``run_lock`` keeps a second job out of a run's folder.
+- ``run`` saves, resumes and ranks the checkpoints of a training run, each with a ``run_state``;
+  ``run_folder`` names a run's files, and ``run_lock`` keeps a second job out of its folder.
 - ``merge`` averages finished reward models, or extrapolates from a finished model.
 - ``hf/`` exports a finished model to Hugging Face or GGUF.
 

@@ -10,16 +10,14 @@ whose name does not end in ``.partial`` is complete.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,18 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME, step_folders
 from nemo_aligner.checkpoint.run_lock import RunLock
+from nemo_aligner.checkpoint.run_state import (
+    RunState,
+    Saved,
+    format_state,
+    metrics_by_records,
+    name_by_records,
+    name_of_loss,
+    rank_key,
+    read_saved,
+    same_validation,
+    with_current_names,
+)
 from nemo_aligner.checkpoint.weights import DamagedError, check_complete, open_checked
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
@@ -39,7 +49,6 @@ from nemo_aligner.checkpoint.weights.save import (
     sharded_weights,
 )
 from nemo_aligner.checkpoint.weights.store import MeanStore, TensorStore
-from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.utils.errors import CheckpointError, one_line
@@ -49,60 +58,14 @@ from nemo_aligner.utils.writing import replacing, sync_to_disk, write_problem
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Settings that choose the validation records; metrics on different records are not comparable.
-# States of earlier versions have no digests of the records, so these settings are compared instead.
-_VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The state of a run without its tensors; in ``run_state.json``, NaN and infinity become null.
-
-    Attributes:
-        step: number of finished optimizer steps.
-        consumed_samples: number of records trained on.
-        metrics: results of the validation after this step; empty if there was none.
-        fingerprint: settings that must not change when the run is resumed.
-        config: resolved settings. A resumed run prints which of them have changed. Early stopping
-            starts again if the monitored metric is among them; ``same_validation`` compares some of
-            them.
-        contract: scoring contract, which a resumed run continues with.
-        best_value: best value so far of the metric for early stopping.
-        validations_since_best: number of validations since that best value.
-        validated_on: digest of the records of each validation set, by the set's name; None in
-            states of earlier versions.
-    """
-
-    step: int
-    consumed_samples: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    contract: dict[str, Any] = field(default_factory=dict)
-    best_value: float | None = None
-    validations_since_best: int = 0
-    validated_on: dict[str, str] | None = None
-
-
-# Fields that may be missing, because earlier versions did not write them.
-_ADDED = ("best_value", "validations_since_best", "validated_on")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint of a run on disk: its folder, and the content of its ``run_state.json``."""
-
-    path: Path
-    state: RunState
 
 
 class RunCheckpoints:
     """The checkpoints of a run in ``folder``, which all ranks can access; methods are collective.
 
     Keeps the newest checkpoint, the ``save_top_k`` best ones by the metric ``monitor``, and, if the
-    validation records have changed during the run, the best one on the records of each time. The
+    metric or its validation records have changed during the run, the best one of each time. The
     lower loss on the same validation set breaks a tie: two models with an accuracy of 1 may differ
     in their margins. If the losses are equal, too, the earlier checkpoint wins, so that an equal
     later one need not be saved. Checkpoints that were validated on other records than the current
@@ -121,7 +84,7 @@ class RunCheckpoints:
         self.folder = Path(folder)
         self._lock = lock
         self.monitor = monitor if save_top_k > 0 else None
-        self.tie_break = None if self.monitor is None else f"{self.monitor.partition('/')[0]}/loss"
+        self.tie_break = None if self.monitor is None else name_of_loss(self.monitor)
         self._mode = mode
         self._save_top_k = save_top_k
         self._pending: tuple[Saved, PendingSave] | None = None
@@ -133,7 +96,8 @@ class RunCheckpoints:
     def compare_with(self, current: RunState) -> None:
         """Tell this object on which records the run validates now: those of the state ``current``.
 
-        In later rankings, checkpoints that were validated on other records come last.
+        In later rankings, checkpoints that were validated on other records come last. Sets of
+        equal records get the names that they have now (see ``with_current_names``).
         """
         self._current = current
 
@@ -197,7 +161,12 @@ class RunCheckpoints:
     def list_saved(self) -> list[Saved]:
         """List the complete checkpoints, oldest first; a pending save is finished first."""
         self.publish()
-        return on_main(lambda: _list_saved(self.folder))
+        return list(map(self._with_current_names, on_main(lambda: _list_saved(self.folder))))
+
+    def _with_current_names(self, saved: Saved) -> Saved:
+        if self._current is None:
+            return saved
+        return replace(saved, state=with_current_names(saved.state, self._current))
 
     def latest(self) -> Saved | None:
         """Return the newest checkpoint; None if there is none."""
@@ -219,7 +188,8 @@ class RunCheckpoints:
 
     def _list_with_pending(self) -> list[Saved]:
         pending = [] if self._pending is None else [self._pending[0]]
-        return [*on_main(lambda: _list_saved(self.folder)), *pending]
+        saved = on_main(lambda: _list_saved(self.folder))
+        return [*map(self._with_current_names, saved), *pending]
 
     def ranked(self) -> list[Saved]:
         """Return the checkpoints that have a value of ``monitor``, the best first."""
@@ -236,7 +206,7 @@ class RunCheckpoints:
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
-        if self._sort_key(metrics) is None:
+        if rank_key(metrics, self.monitor, self._mode) is None:
             return False
         # Rank the new checkpoint with the largest step, so that it loses every tie, as it would if
         # it were saved now.
@@ -264,7 +234,14 @@ class RunCheckpoints:
             self._change_folder(lambda: _make_empty(_partial_path(path)))
         tensors, arrived = self._copy(model, optimizer)
         pending = PendingSave(tensors, _partial_path(path) / STATE_NAME, arrived)
-        self._pending = Saved(path, state), pending
+        self._pending = Saved(path, self._add_monitor(state)), pending
+
+    def _add_monitor(self, state: RunState) -> RunState:
+        """Add the metric that ranks checkpoints now to the ``monitors`` of a state."""
+        name = name_by_records(self.monitor, state)
+        if name is None:
+            return state
+        return replace(state, monitors={**state.monitors, name: self._mode.value})
 
     @property
     def is_written(self) -> bool:
@@ -306,7 +283,7 @@ class RunCheckpoints:
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self._change_folder(lambda: _amend(path, state))
+            self._change_folder(lambda: _amend(path, self._add_monitor(state)))
             on_main(self._prune)
 
     def _prune(self) -> None:
@@ -318,14 +295,15 @@ class RunCheckpoints:
         if self._deletion is not None:
             self._deletion.result()  # run one deletion at a time
         saved = _list_saved(self.folder)
-        ranked = self._rank_checkpoints(saved)
+        ranked = self._rank_checkpoints(list(map(self._with_current_names, saved)))
         # Keep the newest checkpoint, whatever its metric, because a run resumes from it. If the
-        # validation records have changed, also keep the best one on the earlier records, because
-        # its metrics do not show that a later one is better.
+        # metric or the validation records have changed, also keep the best one of earlier times,
+        # because its metrics do not show that a later one is better.
         best: list[Saved] = []
         for item in ranked:
             if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
                 best.append(item)
+        best += self._list_best_by_monitor(saved)
         retained = {item.path for item in (*ranked[: self._save_top_k], *best, saved[-1])}
         # Training waits only until the folders are renamed, which is quick and atomic.
         doomed = []
@@ -334,6 +312,22 @@ class RunCheckpoints:
                 with _warning_if_left(item.path):
                     doomed.append(_rename_removed(item.path))
         self._deletion = in_background(partial(_delete, doomed))
+
+    def _list_best_by_monitor(self, saved: Sequence[Saved]) -> list[Saved]:
+        """List the best checkpoint by each metric that has ranked the run's checkpoints so far."""
+        if self._save_top_k == 0:
+            return []
+        monitors = dict(pair for item in saved for pair in item.state.monitors.items())
+        best = []
+        for monitor, mode in monitors.items():
+            keys = [
+                rank_key(metrics_by_records(item.state), monitor, MonitorMode(mode))
+                for item in saved
+            ]
+            scored = [(key, item) for key, item in zip(keys, saved, strict=True) if key is not None]
+            if scored:
+                best.append(min(scored, key=lambda keyed: (keyed[0], keyed[1].state.step))[1])
+        return best
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Restore weights and optimizer state from a checkpoint of any parallel layout."""
@@ -374,39 +368,15 @@ class RunCheckpoints:
             raise CheckpointError(f"{error}. {advice}") from error
 
     def _rank_checkpoints(self, saved: list[Saved]) -> list[Saved]:
+        def key_of(item: Saved) -> tuple[float, float] | None:
+            return rank_key(item.state.metrics, self.monitor, self._mode)
+
         def order(item: Saved) -> tuple[Any, ...]:
             has_other_records = not self.is_comparable(item)
-            return has_other_records, self._sort_key(item.state.metrics), item.state.step
+            return has_other_records, key_of(item), item.state.step
 
-        scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
+        scored = [item for item in saved if key_of(item) is not None]
         return sorted(scored, key=order)
-
-    def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a key to sort checkpoints, the best first: value of ``monitor``, then the loss.
-
-        The value is negated if larger ones are better. Return None if ``metrics`` has no value of
-        ``monitor``.
-        """
-        value = metrics.get(str(self.monitor), math.nan)
-        if math.isnan(value):
-            return None
-        loss = metrics.get(str(self.tie_break), math.nan)
-        signed = -value if self._mode is MonitorMode.max else value
-        return signed, math.inf if math.isnan(loss) else loss
-
-
-def same_validation(one: RunState, other: RunState, monitor: str | None) -> bool:
-    """Tell if the metric ``monitor`` of two states was measured on the same records.
-
-    This is so for any two states if ``monitor`` is None.
-    """
-    if monitor is None:
-        return True
-    if one.validated_on is not None and other.validated_on is not None:
-        name = monitor.partition("/")[0]
-        return one.validated_on.get(name) == other.validated_on.get(name)
-    first, second = flatten(one.config), flatten(other.config)
-    return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 
 
 def check_same_run(
@@ -463,7 +433,7 @@ def _list_saved(folder: Path) -> list[Saved]:
 
 def _read_or_advise(path: Path) -> Saved:
     try:
-        return _read_saved(path)
+        return read_saved(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_advise_without(path)}") from error
 
@@ -489,7 +459,7 @@ def _advise_without(damaged: Path) -> str:
 
 def _has_state(path: Path) -> bool:
     try:
-        _read_saved(path)
+        read_saved(path)
     except CheckpointError:
         return False
     return True
@@ -501,30 +471,6 @@ def _is_complete(path: Path) -> bool:
     except CheckpointError:
         return False
     return _has_state(path)
-
-
-def _read_saved(path: Path) -> Saved:
-    file = path / RUN_STATE_NAME
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        version = content.pop("version")
-        if version != _VERSION:
-            raise CheckpointError(
-                f"{file}: version: got {version}, wanted {_VERSION}; another version of "
-                "nemo-aligner has written it"
-            )
-        stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
-        state = RunState(**{key: content[key] for key in stored_names})
-        metrics = {
-            name: math.nan if value is None else value for name, value in state.metrics.items()
-        }
-        return Saved(path, replace(state, metrics=metrics))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file}: there is no such file, so the checkpoint is not complete"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: it is not a valid state of a run: {error!r}") from error
 
 
 def _make_empty(folder: Path) -> None:
@@ -540,7 +486,7 @@ def _partial_path(path: Path) -> Path:
 def _publish(saved: Saved) -> None:
     """Write the state, sync all files to disk, and give the folder its final name."""
     path, partial_path = saved.path, _partial_path(saved.path)
-    (partial_path / RUN_STATE_NAME).write_text(_format_state(saved.state), encoding="utf-8")
+    (partial_path / RUN_STATE_NAME).write_text(format_state(saved.state), encoding="utf-8")
     # Sync the small files; the ranks have synced the tensors already.
     for folder, _, names in os.walk(partial_path):
         for name in names:
@@ -554,15 +500,10 @@ def _publish(saved: Saved) -> None:
     sync_to_disk(path.parent)
 
 
-def _format_state(state: RunState) -> str:
-    content = finite_or_none({"version": _VERSION, **asdict(state)})
-    return json.dumps(content, indent=2, allow_nan=False)
-
-
 def _amend(path: Path, state: RunState) -> None:
     """Replace the state file of the checkpoint at ``path``, atomically."""
     with replacing(path / RUN_STATE_NAME, sync=True) as partial_file:
-        partial_file.write_text(_format_state(state), encoding="utf-8")
+        partial_file.write_text(format_state(state), encoding="utf-8")
 
 
 def _rename_removed(path: Path) -> Path:

@@ -28,9 +28,10 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     read_text_rules,
     save_reward_model,
 )
-from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, check_same_run
+from nemo_aligner.checkpoint.run import RunCheckpoints, check_same_run
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
+from nemo_aligner.checkpoint.run_state import RunState
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.serving import ServeCriticConfig

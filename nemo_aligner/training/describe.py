@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.checkpoint.run import RunCheckpoints
+from nemo_aligner.checkpoint.run_state import Saved
 from nemo_aligner.config.common import Precision, RecordKind, as_yaml
 from nemo_aligner.config.evaluation import EvaluateDataConfig
 from nemo_aligner.config.ineffective import describe_ineffective_settings
@@ -18,6 +19,7 @@ from nemo_aligner.data.dataset import weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData
 from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
 from nemo_aligner.losses import describe_objective
+from nemo_aligner.metrics.table import split_name
 from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
@@ -163,7 +165,7 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
     if not metrics:
         return "held out: not validated"
     lines = []
-    for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
+    for name in dict.fromkeys(split_name(full_name).set_name for full_name in metrics):
         fields = [
             f"{metric} {show_number(metrics[f'{name}/{metric}'])} "
             f"({description}: {show_number(metrics[f'{name}/{baseline}'])})"
@@ -258,7 +260,7 @@ def render_candidates(
     unranked = [latest] if latest is not None and latest not in ranked else []
     lines = [heading + ":"]
     for saved in (*ranked[:_MOST_LISTED], *unranked):
-        values = [f"{name.partition('/')[2]} {render_metric(saved, name)}" for name in names]
+        values = [f"{split_name(name).metric} {render_metric(saved, name)}" for name in names]
         is_validated = any(name in saved.state.metrics for name in names)
         result = "  ".join(values) if is_validated else "not validated"
         if is_validated and not checkpoints.is_comparable(saved):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nemo_aligner.checkpoint.run import RunState
+from nemo_aligner.checkpoint.run_state import RunState
 from nemo_aligner.config.training import MonitorMode
 
 

@@ -6,7 +6,8 @@ At the end of a run, the last validation is that of the exported model.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines
+from nemo_aligner.data.formats import format_named
+from nemo_aligner.data.readers import ReaderConfig, open_file
+from nemo_aligner.data.records import PAIR_COLUMNS, Origin, Record, reward_row, row_lines
 from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.training.side_outputs import RUN_FOLDER, attempt_output
 from nemo_aligner.utils.console import say
@@ -31,6 +33,24 @@ from nemo_aligner.utils.writing import write_lines
 # Maximum number of records that are written per validation set. The number is limited because every
 # validation rewrites the file. With samples as long as those of HH-RLHF, the file takes about 6 MB.
 MOST_RECORDS = 5000
+
+
+def delete_earlier_rewards(run: Path, unchanged_sets: Collection[str]) -> None:
+    """Delete the rewards that an earlier part of the run wrote on other records or on test sets.
+
+    They are those of an earlier model, and this part of the run may end without replacing them.
+
+    Args:
+        unchanged_sets: names of the validation sets that have the same records as earlier.
+    """
+
+    def delete() -> None:
+        for path in (run / HELDOUT_NAME).glob("*.jsonl"):
+            if path.stem not in unchanged_sets:
+                path.unlink()
+
+    consequence = "the report may show rewards of an earlier model"
+    attempt_output(delete, HELDOUT_NAME, "deleting earlier rewards", consequence)
 
 
 class HeldoutRewards:
@@ -74,16 +94,19 @@ class HeldoutRewards:
             self._texts[dataset.name] = self._read_texts(dataset, sample)
         chosen = list(self._texts[dataset.name])
         texts = list(self._texts[dataset.name].values())
+        rows: list[dict[str, Any]] = []
         if texts:
             aggregation = self._contract.aggregation
             merged = rewards_of_samples(rewards.cpu(), dataset.records, aggregation)
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, merged, chosen, texts)
-            # Comparisons whose samples are all tied have no pairs.
-            if rows:
-                path = self._folder / f"{dataset.name}.jsonl"
-                write_lines(path, row_lines(rows), RUN_FOLDER)
+        path = self._folder / f"{dataset.name}.jsonl"
+        # Comparisons whose samples are all tied have no pairs.
+        if rows:
+            write_lines(path, row_lines(rows), RUN_FOLDER)
+        else:
+            path.unlink(missing_ok=True)
 
     def _pairs(
         self,
@@ -110,9 +133,9 @@ class HeldoutRewards:
                 dataset.origins[owner],
                 dataset.sources[owner],
                 dict(zip(PAIR_COLUMNS, values, strict=True)),
-                [flat[side] for side in both],
+                [flat[side] for side in pair],
             )
-            for owner, values, both in zip(owners, pair_rewards, sides, strict=True)
+            for owner, values, pair in zip(owners, pair_rewards, sides, strict=True)
         ]
 
     def _ratings(
@@ -152,10 +175,13 @@ class HeldoutRewards:
             because a file has changed since it was tokenized, there are none. In both cases a
             message is printed, and the run continues without a report of these rewards.
         """
+        lines: defaultdict[str, set[int]] = defaultdict(set)
+        for index in chosen:
+            lines[dataset.origins[index].path].add(dataset.origins[index].line)
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
-            for path in dict.fromkeys(dataset.origins[index].path for index in chosen):
-                for record in parse_file(path, self._reader).records:
+            for path, numbers in lines.items():
+                for record in _read_records_at(path, numbers, self._reader):
                     texts_by_origin.setdefault(record.origin, []).append(record.texts)
             return _pick_texts(dataset, chosen, texts_by_origin)
         except (AlignerError, OSError, KeyError) as error:
@@ -164,6 +190,25 @@ class HeldoutRewards:
                 f"set cannot be read: {short(error)}"
             )
             return {}
+
+
+def _read_records_at(path: str, numbers: set[int], reader: ReaderConfig) -> Iterator[Record]:
+    """Read the records of a file that begin at the lines with these numbers, and parse no others.
+
+    The file may have millions of records, and all ranks wait for it.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    rules, blocks = open_file(path, reader)
+    size = format_named(rules.format, reader.pair_keys).lines_per_record
+    for block in blocks:
+        if block.first > max(numbers):
+            return
+        lines = block.lines(path)
+        starts = (start for start in range(0, len(lines), size) if lines[start].number in numbers)
+        chosen = [line for start in starts for line in lines[start : start + size]]
+        yield from rules.records(chosen, Counter(), [])
 
 
 def _pick_texts(

@@ -15,9 +15,10 @@ from pathlib import Path
 from nemo_aligner.checkpoint.nemo.archive import check_exists
 from nemo_aligner.checkpoint.nemo.initial_head import check_initial_head
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
-from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
+from nemo_aligner.checkpoint.run_state import Saved
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.config.training import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_aligner.checkpoint.run import Saved
-from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
+from nemo_aligner.checkpoint.run_state import Saved
+from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown, split_name
 from nemo_aligner.utils.console import Progress, join_fields, show_number
 
 # A run with at most this many steps left shows every step, even if steps are fast.
@@ -78,7 +78,7 @@ class StepProgress(Progress):
 
 def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Format each metric for people, by its name without a prefix such as ``train/``."""
-    return [_format_metric(name.partition("/")[2], value) for name, value in metrics.items()]
+    return [_format_metric(split_name(name).metric, value) for name, value in metrics.items()]
 
 
 def _format_metric(name: str, value: float) -> str:
@@ -95,7 +95,7 @@ def render_best(saved: Saved | None, monitor: str | None) -> str | None:
     if saved is None or monitor is None:
         return None
     value = show_number(saved.state.metrics[monitor])
-    return f"best {monitor.partition('/')[2]} {value} at step {saved.state.step}"
+    return f"best {split_name(monitor).metric} {value} at step {saved.state.step}"
 
 
 def render_validation(step: int, metrics: Mapping[str, float]) -> str:
@@ -103,8 +103,8 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
     sets: dict[str, list[str]] = {}
     sources: dict[str, dict[str, list[str]]] = {}
     for full_name, value in metrics.items():
-        prefix, _, name = full_name.partition("/")
-        set_fields = sets.setdefault(prefix, [])
+        set_name, name = split_name(full_name)
+        set_fields = sets.setdefault(set_name, [])
         if not name.startswith(BY_SOURCE):
             if is_shown(name, Shown.validation):
                 set_fields.append(f"{name} {show_number(value)}")
@@ -112,12 +112,12 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
         for metric in _metrics_by_source():
             if name.endswith(f"/{metric}"):
                 source = name.removeprefix(BY_SOURCE).removesuffix(f"/{metric}")
-                by_source = sources.setdefault(prefix, {}).setdefault(metric, [])
+                by_source = sources.setdefault(set_name, {}).setdefault(metric, [])
                 by_source.append(f"{source} {value:.3f}")
     lines = []
-    for prefix, fields in sets.items():
-        lines += [f"step {step}: {prefix}", join_fields(fields, first="  ")]
-        for metric, values in sources.get(prefix, {}).items():
+    for set_name, fields in sets.items():
+        lines += [f"step {step}: {set_name}", join_fields(fields, first="  ")]
+        for metric, values in sources.get(set_name, {}).items():
             lines.append(join_fields([f"{metric} by source:", *values], "  ", "    "))
     return "\n".join(lines)
 

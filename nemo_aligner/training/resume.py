@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.run import (
-    RunCheckpoints,
+from nemo_aligner.checkpoint.run import RunCheckpoints, check_same_run
+from nemo_aligner.checkpoint.run_state import (
     RunState,
     Saved,
-    check_same_run,
+    name_by_records,
     same_validation,
+    with_current_names,
 )
 from nemo_aligner.checkpoint.weights.save import frozen_digest
 from nemo_aligner.config.common import Aggregate
@@ -33,6 +34,7 @@ from nemo_aligner.losses import (
     objective_settings,
     settings_with_defaults,
 )
+from nemo_aligner.metrics.table import split_name
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.training.early_stopping import EarlyStopping
 from nemo_aligner.training.learner import RewardLearner
@@ -77,6 +79,11 @@ class RunFolder:
     early_stopping: EarlyStopping
     fresh: RunState
     latest: Saved | None
+
+    @property
+    def unchanged_sets(self) -> set[str]:
+        """Names of the validation sets that have the same records as when ``latest`` was saved."""
+        return set() if self.latest is None else _unchanged_sets(self.fresh, self.latest.state)
 
 
 def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> RunState:
@@ -133,12 +140,18 @@ def resumed_state(fresh: RunState, previous: RunState, monitor: str | None) -> R
     metrics of the checkpoint are also dropped, so that its step is validated again. If only the
     records of other sets have changed, the metrics on those are dropped.
     """
-    state = replace(fresh, step=previous.step, consumed_samples=previous.consumed_samples)
-    if not same_validation(previous, fresh, monitor):
+    state = replace(
+        fresh,
+        step=previous.step,
+        consumed_samples=previous.consumed_samples,
+        monitors=previous.monitors,
+    )
+    renamed = with_current_names(previous, fresh)
+    if not same_validation(renamed, fresh, monitor):
         return state
-    state = replace(state, metrics=_kept_metrics(fresh, previous))
-    names = previous.validated_on or fresh.validated_on or {}
-    if _monitored(previous, names) != _monitored(fresh, fresh.validated_on or {}):
+    state = replace(state, metrics=_kept_metrics(fresh, renamed))
+    sets = previous.validated_on or fresh.validated_on or {}
+    if _monitored(previous, sets) != _monitored(fresh, fresh.validated_on or {}):
         return state
     return replace(
         state,
@@ -149,26 +162,34 @@ def resumed_state(fresh: RunState, previous: RunState, monitor: str | None) -> R
 
 def _kept_metrics(fresh: RunState, previous: RunState) -> dict[str, float]:
     """Return the metrics of ``previous`` on the validation sets whose records are unchanged."""
-    old, new = previous.validated_on, fresh.validated_on
-    if old is None or new is None:
+    if previous.validated_on is None or fresh.validated_on is None:
         return previous.metrics
-    unchanged = {name for name in new if old.get(name) == new[name]}
+    unchanged = _unchanged_sets(fresh, previous)
     return {
         name: value
         for name, value in previous.metrics.items()
-        if name.partition("/")[0] in unchanged
+        if split_name(name).set_name in unchanged
     }
 
 
-def _monitored(state: RunState, sets: Collection[str]) -> list[Any]:
-    """Return what determines the metric that early stopping watches: the settings and the set.
+def _unchanged_sets(fresh: RunState, previous: RunState) -> set[str]:
+    """Return the names of the validation sets that have the same name and records in both."""
+    old, new = previous.validated_on or {}, fresh.validated_on or {}
+    return {name for name in new if old.get(name) == new[name]}
 
-    A setting that does not name one of the validation ``sets`` means the first one.
+
+def _monitored(state: RunState, sets: Mapping[str, str]) -> list[Any]:
+    """Return what determines the metric that early stopping watches: name, mode and records.
+
+    A setting that does not name one of the validation ``sets``, which map their names to digests,
+    means the first one.
     """
     settings = flatten(state.config)
     monitor, mode = (settings.get(key) for key in _MONITOR_KEYS)
-    has_set = str(monitor).partition("/")[0] in sets
-    return [monitor, mode, None if has_set else next(iter(sets), None)]
+    set_name, metric = split_name(str(monitor))
+    if set_name in sets:
+        return [metric, mode, sets[set_name]]
+    return [monitor, mode, next(iter(sets.values()), None)]
 
 
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
@@ -219,7 +240,9 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
         # with the digest that the older version would have computed.
         fingerprint[_DATA] = data.train.measure_digest()
     # Report a setting that is also in the fingerprint only once.
-    contract_changes = {key: both for key, both in differences.items() if key not in fingerprint}
+    contract_changes = {
+        key: old_and_new for key, old_and_new in differences.items() if key not in fingerprint
+    }
     check_same_run(latest, fingerprint, contract_changes)
     return latest
 
@@ -258,10 +281,13 @@ def changes_since(latest: Saved, fresh: RunState, monitor: str | None) -> list[s
     """
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
-    old, new = latest.state.validated_on or {}, fresh.validated_on or {}
+    renamed = with_current_names(latest.state, fresh)
+    old, new = renamed.validated_on or {}, fresh.validated_on or {}
     changed_sets = [name for name in new if old.get(name, new[name]) != new[name]]
     lines += [f"  changed since: the records of {name}" for name in changed_sets]
-    if not same_validation(latest.state, fresh, monitor):
+    # If an earlier part of the run was ranked on these records, its best checkpoint is still there.
+    has_ranked = name_by_records(monitor, fresh) in renamed.monitors
+    if not has_ranked and not same_validation(renamed, fresh, monitor):
         lines.append(
             "  earlier validations used other records: the search for the best checkpoint restarts"
         )

@@ -19,9 +19,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.fingerprint import read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.nemo.training_data import with_training_data
-from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.run_lock import lock_run
+from nemo_aligner.checkpoint.run_state import Saved
 from nemo_aligner.config.model import ModelConfig, layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
@@ -30,6 +31,7 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.metrics.table import split_name
 from nemo_aligner.training.build import build_learner
 from nemo_aligner.training.describe import (
     describe_heldout,
@@ -40,7 +42,7 @@ from nemo_aligner.training.describe import (
     render_candidates,
     render_metric,
 )
-from nemo_aligner.training.heldout import HeldoutRewards
+from nemo_aligner.training.heldout import HeldoutRewards, delete_earlier_rewards
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import Callback, build_loggers
 from nemo_aligner.training.prepare import PreparedRun, check_settings, open_run_folder, prepare_run
@@ -75,9 +77,10 @@ def train(
     """
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
+    run_folder = Path(config.exp_manager.explicit_log_dir)
     # exit_stack also cleans up after an error, because the process of a notebook lives on.
     with stop, launch() as world, ExitStack() as exit_stack:
-        lock = exit_stack.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
+        lock = exit_stack.enter_context(lock_run(run_folder))
         layout = layout_of(config.model)
         with waiting_for("reading and tokenizing"):
             run = prepare_run(config, layout)
@@ -94,6 +97,7 @@ def train(
         start, total_steps = resume(folder, config, learner), run.total_steps
         if is_main():
             facts.begin(descriptions)
+            delete_earlier_rewards(run_folder, folder.unchanged_sets)
         early_stopping.restore(start)
         if start.step >= total_steps or early_stopping.is_over:
             say(f"step {start.step} was the last; writing the model again")
@@ -324,9 +328,9 @@ def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContrac
     first = next((name for name in metrics if "/reward_mean/" in name), None)
     if first is None:
         return contract
-    prefix = first.partition("/")[0]
+    set_name = split_name(first).set_name
     means, deviations = (
-        [metrics[f"{prefix}/reward_{statistic}/{name}"] for name in contract.attributes]
+        [metrics[f"{set_name}/reward_{statistic}/{name}"] for name in contract.attributes]
         for statistic in ("mean", "std")
     )
-    return contract.with_statistics(means, deviations, measured_on=prefix)
+    return contract.with_statistics(means, deviations, measured_on=set_name)

@@ -8,8 +8,10 @@ twice there. The files in the run's folder have each step once (``metric_files.p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,6 +31,13 @@ Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tupl
 
 Its arguments are the run's folder, the user's arguments for the logger, the id of the run to
 continue (None for a new run), and the settings. It returns the logger and the run's id."""
+# Characters of a metric's name that are escaped for MLflow: those that MLflow rejects, or Lightning
+# removes; a slash or dot that makes an empty, ``.`` or ``..`` part; and the start of an escape.
+_MLFLOW_ESCAPED = re.compile(
+    r"[^a-zA-Z0-9_/. -]|^/|/(?=/|$)|(?<![^/])\.(?=\.?(?:/|$))|_(?=X[0-9a-f])"
+)
+# MLflow allows 250 characters, and the user's ``prefix`` takes some of them.
+_MLFLOW_LENGTH, _MLFLOW_END = 200, 60
 # Outcomes of a run, under the names that ``finalize`` of Lightning's loggers expects.
 SUCCESS, FAILED = "success", "failed"
 
@@ -60,6 +69,12 @@ def _open_mlflow(
     """Open an MLflow run through Lightning's logger, on a server or in the file ``mlflow.db``."""
     from lightning.pytorch.loggers import MLFlowLogger
 
+    class EscapingLogger(MLFlowLogger):
+        """An MLflow logger of Lightning that MLflow rejects no metric of, whatever its name."""
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            super().log_metrics({mlflow_name(key): metrics[key] for key in metrics}, step)
+
     arguments: dict[str, Any] = {"run_name": folder.name, "run_id": run_id}
     has_server = {"tracking_uri", "save_dir"} & {*options} or "MLFLOW_TRACKING_URI" in os.environ
     if not has_server:
@@ -68,9 +83,23 @@ def _open_mlflow(
         arguments["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
         arguments["artifact_location"] = (path / "mlflow_artifacts").as_uri()
     arguments.update(options)
-    logger = MLFlowLogger(**arguments)
+    logger = EscapingLogger(**arguments)
     logger.log_hyperparams(_new_parameters(logger, arguments["run_id"], flatten(settings)))
     return logger, str(logger.run_id)
+
+
+def mlflow_name(name: str) -> str:
+    """Escape the name of a metric for MLflow; different names stay different.
+
+    The name may contain a source or a principle, which are any texts. A character that MLflow does
+    not take becomes ``_X<code point in hex>_``, and a hash replaces the middle of a long name.
+    """
+    escaped = _MLFLOW_ESCAPED.sub(lambda match: f"_X{ord(match[0]):x}_", name)
+    if len(escaped) <= _MLFLOW_LENGTH:
+        return escaped
+    middle = f"_{hashlib.sha256(name.encode()).hexdigest()[:16]}_"
+    start = _MLFLOW_LENGTH - _MLFLOW_END - len(middle)
+    return escaped[:start] + middle + escaped[-_MLFLOW_END:]
 
 
 def _new_parameters(logger: Any, run_id: str | None, parameters: dict[str, Any]) -> dict[str, Any]:

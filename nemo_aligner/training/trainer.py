@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
+from nemo_aligner.checkpoint.run import RunCheckpoints
+from nemo_aligner.checkpoint.run_state import RunState, Saved
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.cpu.matmuls import FreedMemory
@@ -26,7 +27,7 @@ from nemo_aligner.distributed.collectives import (
     gather_objects,
     wait_for_device,
 )
-from nemo_aligner.metrics.table import Shown, all_metrics
+from nemo_aligner.metrics.table import Shown, all_metrics, split_name
 from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
 from nemo_aligner.training.gauges import Gauges, Timers, describe_gpu_memory
 from nemo_aligner.training.learner import RewardLearner
@@ -120,14 +121,11 @@ class SupervisedTrainer:
         self._divergence = DivergenceWatch()
         self._gauges = Gauges.of(current_device(), config.precision)
         self._best: str | None = None
-        due = self._is_due(self._loop.val_check_interval)
-        if self._step == 0:
-            due = self._loop.val_before_training
         # The checkpoint to resume has metrics only of the sets on which its step was validated
         # before the run stopped.
-        measured = {name.partition("/")[0] for name in start.metrics}
+        measured = {split_name(name).set_name for name in start.metrics}
         is_validated = bool(measured) and measured >= {*(start.validated_on or ())}
-        self._owes_validation = due and not is_validated
+        self._owes_validation = self._validation_is_due() and not is_validated
 
     def fit(self) -> Outcome:
         """Train, log, validate and save until the run is complete or stopped.
@@ -177,7 +175,7 @@ class SupervisedTrainer:
             # the run has to stop, save without validating: a validation may take minutes, and the
             # process may be killed within seconds. A resumed run then validates that checkpoint
             # first.
-            self._owes_validation = self._is_due(self._loop.val_check_interval)
+            self._owes_validation = self._validation_is_due()
             stopping = self._check_in()
             metrics: dict[str, float] = {}
             if self._owes_validation and not stopping:
@@ -385,6 +383,14 @@ class SupervisedTrainer:
         """
         at_end = self._step >= self._total_steps
         return at_end or (interval is not None and self._step % interval == 0)
+
+    def _validation_is_due(self) -> bool:
+        """True if the run validates after this step, and has data to validate on."""
+        if not self._learner.data.validation:
+            return False
+        if self._step == 0:
+            return self._loop.val_before_training
+        return self._is_due(self._loop.val_check_interval)
 
     def _save_is_due(self, metrics: Mapping[str, float]) -> bool:
         """True if the step is a multiple of ``save_interval``, or its metrics are among the best.

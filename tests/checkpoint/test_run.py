@@ -340,6 +340,40 @@ def test_runs_compare_the_records_of_the_monitored_set_and_keep_the_best_on_each
     assert steps(checkpoints.ranked()) == [5, 1]
 
 
+def test_runs_know_a_set_by_its_records_and_delete_no_best_one_of_an_earlier_time(
+    tmp_path: Path,
+) -> None:
+    """Another file may rename a set, and a run may be ranked by another metric, or by none."""
+
+    def resume(
+        monitor: str | None, digests: dict[str, str], values: dict[int, float]
+    ) -> RunCheckpoints:
+        checkpoints = RunCheckpoints(tmp_path, monitor)
+        checkpoints.compare_with(RunState(0, 0, validated_on=digests))
+        for step, value in values.items():
+            pair = {"accuracy": value, "margin": -value}
+            metrics = {f"{name}/{key}": pair[key] for name in digests for key in pair}
+            state = RunState(step, 8 * step, metrics, validated_on=digests)
+            checkpoints.save(state, Model(), Optimizer())
+        return checkpoints
+
+    resume("test/accuracy", {"test": "a"}, {1: 0.9, 2: 0.5})
+    # The names move by one, so that an old name is now that of other records.
+    moved = {"first": "b", "test_1": "a", "test": "c"}
+    checkpoints = resume("test_1/accuracy", moved, {3: 0.8})
+    ranked = checkpoints.ranked()
+    assert steps(ranked) == [1, 3]
+    assert ranked[0].state.metrics == {"test_1/accuracy": 0.9, "test_1/margin": -0.9}
+    assert all(map(checkpoints.is_comparable, ranked))
+    assert not checkpoints.is_among_best({"test_1/accuracy": 0.85})
+    # A metric of a new set only, no validation at all, and another metric of a known set.
+    assert steps(resume("more/accuracy", {"more": "d"}, {4: 0.1, 5: 0.2}).list_saved()) == [1, 5]
+    assert steps(resume(None, {}, {6: 0.0, 7: 0.0}).list_saved()) == [1, 5, 7]
+    checkpoints = resume("more/margin", {"more": "d"}, {8: 0.1, 9: 0.15})
+    assert steps(checkpoints.list_saved()) == [1, 5, 8, 9]
+    assert steps(checkpoints.ranked()) == [8, 9, 5]
+
+
 def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path, "validation/accuracy")
     assert save(checkpoints, {2: 0.5, 4: None}) == [2, 4]

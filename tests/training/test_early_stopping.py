@@ -108,7 +108,10 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
 def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> None:
     both = {"validation": "a", "more": "b"}
     swapped = dict(reversed(both.items()))
-    named = {"exp_manager": {"checkpoint_callback_params": {"monitor": NAME}}}
+    named, named_x = (
+        {"exp_manager": {"checkpoint_callback_params": {"monitor": name}}}
+        for name in (NAME, "x/accuracy")
+    )
     for before, after, config, monitor, kept, best in (
         ({"validation": "a"}, both, {}, NAME, {"validation"}, 0.5),
         ({"validation": "a"}, swapped, named, NAME, {"validation"}, 0.5),
@@ -117,9 +120,14 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
         (both, {"validation": "a", "more": "c"}, {}, NAME, {"validation"}, 0.5),
         (both, {"validation": "a"}, {}, NAME, {"validation"}, 0.5),
         (both, {"validation": "c", "more": "b"}, {}, NAME, set(), None),
+        # Another file may rename a set, also to the name that another set had.
+        ({"x": "a"}, both, {}, NAME, {"validation"}, 0.5),
+        ({"validation": "b", "x": "a"}, both, named, NAME, {"validation", "more"}, 0.5),
+        ({"x": "a", "validation": "d"}, {"validation": "a"}, named, NAME, {"validation"}, 0.5),
     ):
         metrics = {f"{name}/accuracy": 0.4 for name in before}
-        left = RunState(3, 24, metrics, {}, config, {}, 0.5, 2, before)
+        previous = named_x if config is named and "x" in before else config
+        left = RunState(3, 24, metrics, {}, previous, {}, 0.5, 2, before)
         fresh = RunState(0, 0, config=config, validated_on=after)
         state = resumed_state(fresh, left, monitor)
         assert state.metrics == {f"{name}/accuracy": 0.4 for name in kept}, after
@@ -127,6 +135,11 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
         assert count == (best, 2 if best else 0), after
         (*_, last) = ("", *changes_since(Saved(Path("step_3"), left), fresh, monitor))
         assert ("the search for the best checkpoint restarts" in last) == (not kept), after
+    # A part of the run without validation data forgets nothing.
+    left = RunState(3, 24, validated_on={}, monitors={"a/accuracy": "max"})
+    fresh = RunState(0, 0, validated_on=both)
+    assert changes_since(Saved(Path("step_3"), left), fresh, NAME) == []
+    assert resumed_state(fresh, left, NAME).monitors == left.monitors
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:

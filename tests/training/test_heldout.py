@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.data.files import Line
+from nemo_aligner.data.readers import FileRules
+from nemo_aligner.data.records import Record
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.evaluation.report.figures import heldout_sets
 from nemo_aligner.evaluation.report.run_report import read_report
 from nemo_aligner.training.describe import list_heldout_files
-from nemo_aligner.training.heldout import HeldoutRewards
+from nemo_aligner.training.heldout import HeldoutRewards, delete_earlier_rewards
 from nemo_aligner.training.run import train
 from nemo_aligner.training.run_facts import RunFacts
 from tests.data import files
@@ -72,15 +76,27 @@ def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, contracts: Con
     ]
 
 
-def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, contracts: Contracts) -> None:
+def test_heldout_records_are_the_same_few_of_many_and_no_others_are_parsed(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny.write_pairs(tmp_path / "held.jsonl", 40, seed=1)
     data, heldout = build(tmp_path, contracts, path)
+    parsed: list[int] = []
+    parse = FileRules.records
+
+    def count(rules: FileRules, lines: Sequence[Line], *more: Any) -> Iterator[Record]:
+        parsed.extend(line.number for line in lines)
+        return parse(rules, lines, *more)
+
+    monkeypatch.setattr(FileRules, "records", count)
     rewards = torch.arange(80.0)[:, None]
     heldout.keep(data.validation[0], rewards)
     first = read_rows(tmp_path)
     heldout.keep(data.validation[0], rewards + 1)
+    delete_earlier_rewards(tmp_path, {"validation-held"})
     again = read_rows(tmp_path)
     assert len(first) == 6
+    assert [row["record"] for row in first] == [f"{path}:{number}" for number in parsed]
     assert [row["record"] for row in first] == [row["record"] for row in again]
     for row, other in zip(first, again, strict=True):
         line = int(row["record"].rpartition(":")[2])
@@ -88,6 +104,21 @@ def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, contracts: Con
         assert other["rewards"]["chosen"] == row["rewards"]["chosen"] + 1
         prompt_and_reply = files.rows_of(path)[line - 1]["chosen"]
         assert row["texts"]["chosen"][-1]["content"] == prompt_and_reply
+
+
+def test_heldout_record_of_two_lines_has_the_texts_of_both(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    lines = [{"text": f"User: {number}?\nAssistant: {number}"} for number in range(24)]
+    data, heldout = build(tmp_path, contracts, files.write(tmp_path / "held.jsonl", *lines))
+    heldout.keep(data.validation[0], torch.zeros(24, 1))
+    rows = read_rows(tmp_path)
+    assert len(rows) == 6
+    for row in rows:
+        first = int(row["record"].rpartition(":")[2]) - 1
+        assert [row["texts"][side] for side in ("chosen", "rejected")] == [
+            lines[first]["text"], lines[first + 1]["text"]
+        ]  # fmt: skip
 
 
 def test_heldout_ratings_have_their_labels(tmp_path: Path, contracts: Contracts) -> None:
@@ -158,8 +189,11 @@ def test_tied_records_have_no_heldout_rewards_and_no_evaluation(
     data = files.build(contracts, [pairs], [tied], objective="bradley_terry", settings=settings)
     reading = how_to_read(contracts.config(), data.objective)
     heldout = HeldoutRewards(tmp_path, reading, data.contract)
+    stale = tmp_path / "heldout" / "validation-held.jsonl"
+    stale.parent.mkdir()
+    stale.touch()
     heldout.keep(data.validation[0], torch.tensor([[1.0], [2.0]]))
-    assert not (tmp_path / "heldout").exists()
+    assert not stale.exists()
     prefix = DataPrefixConfig(["owner/pairs"], ["owner/tied"], ["owner/pairs:test"])
     data = replace(data, test=[data.train])
     assert list_heldout_files(data, prefix) == ["owner/pairs:test"]
@@ -241,7 +275,11 @@ def test_heldout_rewards_at_the_end_of_a_run_are_the_models(base: Path, tmp_path
         assert heldout_sets([report])[0].metric("loss") == losses[1]
 
     check("trainer.rm.max_steps=2")
-    # Also of a run that is only exported again, with a schedule that would need more steps.
+    # Also of a run that is only exported again, with a schedule that would need more steps. What an
+    # earlier part of the run wrote on other sets is deleted.
     (path,) = (tmp_path / "run/heldout").iterdir()
+    for name in ("validation-gone", "test-held"):
+        path.with_name(f"{name}.jsonl").write_text(path.read_text())
     path.unlink()
     check("trainer.rm.max_steps=2", "model.optim.sched.constant_steps=10")
+    assert list((tmp_path / "run/heldout").iterdir()) == [path]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +133,8 @@ def test_files_of_a_folder_that_cannot_be_written_name_its_setting_or_end_no_run
     assert "tracking.json: writing stopped (IsADirectoryError: " in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    expected = rf"^exp_manager\.explicit_log_dir: {tmp_path} cannot be written: .*Is a directory"
+    file = tmp_path / "metrics.jsonl"
+    expected = rf"^exp_manager\.explicit_log_dir: {file} cannot be written: .*Is a directory"
     with pytest.raises(ConfigError, match=expected):
         build_loggers(config_of(tmp_path), {}, 0)
 
@@ -171,12 +174,60 @@ def test_wandb_run_ends_with_the_run_also_if_that_fails(
         logger.experiment.finish.assert_called_once_with(exit_code=code)
 
 
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What is asked of Lightning's logger for MLflow, instead of doing it."""
+    logger = Mock()
+
+    class FakeMlflow:
+        experiment, log_hyperparams = logger.experiment, logger.log_hyperparams
+        run_id = "run 0"
+
+        def __init__(self, **arguments: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            logger.log_metrics(metrics, step)
+
+    monkeypatch.setattr("lightning.pytorch.loggers.MLFlowLogger", FakeMlflow)
+    return logger
+
+
+def test_mlflow_takes_the_metrics_of_any_source_and_mixes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ["train/loss", "test-a.b/by_source/gpt_4 x-Y_Xy/accuracy"]
+    escaped = {
+        "C++": "C_X2b__X2b_",
+        "C#": "C_X23_",
+        "http://a": "http_X3a__X2f_/a",
+        "中": "_X4e2d_",
+        "./alpaca": "_X2e_/alpaca",
+        "../b..c": "_X2e_./b..c",
+        "...": "...",
+        "a/": "a_X2f_",
+        "_X2b_": "_X5f_X2b_",
+    }
+    names = [f"validation-x/by_source/{source}/loss" for source in (*escaped, "y" * 300, "z" * 300)]
+    logger = fake_mlflow(monkeypatch)
+    opened, _ = tracking._open_mlflow(tmp_path, {}, None, {})
+    opened.log_metrics(dict.fromkeys([*plain, *names], 0.5), 3)
+    logged, step = logger.log_metrics.call_args.args
+    assert step == 3
+    *short, long, other = logged
+    assert short == [*plain, *(f"validation-x/by_source/{text}/loss" for text in escaped.values())]
+    assert long != other
+    for name in (*logged, *map(tracking.mlflow_name, ("/", "//a//", ".", "..", "a/."))):
+        assert re.fullmatch("[a-zA-Z0-9_/. -]+", name)
+        assert posixpath.normpath(name) == name
+        assert not name.startswith(("/", ".."))
+        assert len(name) <= 200
+
+
 def test_mlflow_run_gets_the_parameters_that_it_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a run that the user names by its id; MLflow forbids to change parameters."""
-    logger = Mock()
-    monkeypatch.setattr("lightning.pytorch.loggers.MLFlowLogger", lambda **arguments: logger)
+    logger = fake_mlflow(monkeypatch)
     logger.experiment.get_run.return_value.data.params = {"model.seed": "1"}
     settings = {"model": {"seed": 2, "optim": {"lr": 0.1}}}
     for options, run_id, parameters in (

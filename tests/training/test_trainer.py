@@ -34,7 +34,7 @@ class Diary:
     model = optimizer = None
     has_lost_lock = False
     monitor = "validation/accuracy"
-    data = SimpleNamespace(train=SimpleNamespace(kind=RecordKind.comparison))
+    data = SimpleNamespace(train=SimpleNamespace(kind=RecordKind.comparison), validation=["a set"])
     values: Mapping[int, float] = {}  # of validations, by step; 0.5 is that of any other
 
     def __init__(
@@ -239,6 +239,10 @@ def test_trainer_that_is_stopped_saves_says_why_and_makes_up_what_was_due_once(
     assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
     assert diary.saved[0].metrics == {}
     assert fit(Diary(when=("step", 2)), 2) is not None  # its last step, not yet validated
+    plain = Diary(when=("step", 2))  # also its last step, but there is nothing to validate on
+    plain.data = SimpleNamespace(validation=[])
+    assert fit(plain, 2) is None
+    assert plain.events == ["train 0", "train 1", "save 2", "publish 2"]
     for total in (3, 2, 1):  # also of a run that is to be shorter now
         again = Diary()
         again.saved = list(diary.saved)
@@ -438,7 +442,7 @@ def test_trainer_names_the_leak_test_once_and_for_pairs_only(
 ) -> None:
     for kind, tips in ((RecordKind.comparison, 1), (RecordKind.rating, 0)):
         diary = Diary()
-        diary.data = SimpleNamespace(train=SimpleNamespace(kind=kind))
+        diary.data = SimpleNamespace(train=SimpleNamespace(kind=kind), validation=["a set"])
         fit(diary, 3, val_check_interval=1)
         assert capsys.readouterr().out.count("swapped=true") == tips, kind
 
