@@ -18,7 +18,7 @@ from nemo_aligner.config.model import LAYOUT_KEYS
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.records import table_library, write_records
 from nemo_aligner.evaluation.report import check_report, write_run_report
-from nemo_aligner.utils.errors import ConfigError, StoppedError
+from nemo_aligner.utils.errors import ConfigError, StoppedError, shown
 from nemo_aligner.utils.processes import find_process, is_first_rank, leave_together
 
 if TYPE_CHECKING:
@@ -133,30 +133,36 @@ def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
 
     If ``data`` is records instead of paths, the records are first written to a file in ``folder``.
     """
-    if isinstance(data, Mapping):
-        if part == "train":
-            names = ", ".join(map(str, data)) or "nothing"
-            raise ConfigError(
-                f"records: got a mapping from {names} to data sets, wanted a single data set"
-            )
-        # Convert each set once, because it may be an iterator.
-        sets = {name: _convert_paths(named) for name, named in data.items()}
-        _check_set_names(sets, part)
-        return [
-            path for name, named in sets.items() for path in _list_files(named, folder, part, name)
-        ]
-    return _list_files(_convert_paths(data), folder, part, _RECORDS)
+    argument = "records" if part == "train" else part
+    if not isinstance(data, Mapping):
+        return _list_files(*_separate_paths(data, argument), folder, part, _RECORDS)
+    if part == "train":
+        names = ", ".join(map(str, data)) or "nothing"
+        raise ConfigError(
+            f"{argument}: got a mapping from {names} to data sets, wanted a single data set"
+        )
+    # Separate each set once, because it may be an iterator.
+    sets = {name: _separate_paths(named, f"{argument}: {name}") for name, named in data.items()}
+    _check_set_names({name: paths for name, (paths, _) in sets.items()}, part)
+    return [
+        path
+        for name, (paths, records) in sets.items()
+        for path in _list_files(paths, records, folder, part, name)
+    ]
 
 
-def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
-    """Raise ConfigError if a set's metrics would have the name of its file instead of its own."""
+def _check_set_names(sets: Mapping[str, list[str] | None], part: str) -> None:
+    """Raise ConfigError if a set's metrics would have the name of its file instead of its own.
+
+    ``sets`` has the paths of each set; None for records.
+    """
     from nemo_aligner.data.hub import local_files
     from nemo_aligner.data.training_data import name_sets
 
     named_paths = [
         (name, path)
-        for name, data in sets.items()
-        for path in (data if isinstance(data, _Paths) else [f"{name}.jsonl"])
+        for name, paths in sets.items()
+        for path in ([f"{name}.jsonl"] if paths is None else paths)
     ]
     files = _run_on_first_rank(partial(local_files, [path for _, path in named_paths]))
     for (name, path), used_name in zip(named_paths, name_sets(part, files), strict=True):
@@ -168,32 +174,49 @@ def _check_set_names(sets: Mapping[str, Any], part: str) -> None:
             )
 
 
-class _Paths(list[str]):
-    """Paths of data files that the caller has passed in place of records."""
+def _separate_paths(data: Any, argument: str) -> tuple[list[str] | None, Any]:
+    """Return the paths of data files and None; or, for records, None and the records, unread.
 
-
-def _convert_paths(data: Any) -> Any:
-    """Convert a path, or an iterable of paths, to ``_Paths``; return records to be read once."""
+    Raises:
+        ConfigError: ``data`` is a set or an open file, or not all of its items are paths if the
+            first one is; the message begins with ``argument``.
+    """
     if isinstance(data, str | PathLike):
-        return _Paths([os.fspath(data)])
+        return [os.fspath(data)], None
+    if isinstance(data, set | frozenset):
+        raise ConfigError(
+            f"{argument}: got a set, whose order changes from run to run. Pass a list"
+        )
+    if hasattr(data, "readline"):
+        raise ConfigError(f"{argument}: got an open file. Pass its path")
     # Items of a mapping or of a DataFrame are names of fields, and would be taken for paths.
     if isinstance(data, Mapping) or table_library(data) or not isinstance(data, Iterable):
-        return data
+        return None, data
     items = iter(data)
     first = list(islice(items, 1))
-    if first and isinstance(first[0], str | PathLike):
-        return _Paths(map(os.fspath, chain(first, items)))
-    return chain(first, items)
+    if not first or not isinstance(first[0], str | PathLike):
+        return None, chain(first, items)
+    paths = [*first, *items]
+    for number, path in enumerate(paths, start=1):
+        if not isinstance(path, str | PathLike):
+            raise ConfigError(
+                f"{argument}: got {shown(path)} as item {number}, wanted a path like the first "
+                "item. Pass either paths or records"
+            )
+    return [os.fspath(path) for path in paths], None
 
 
-def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
-    if isinstance(data, _Paths):
-        return list(data)
+def _list_files(
+    paths: list[str] | None, records: Any, folder: Path, part: str, name: str
+) -> list[str]:
+    """Return ``paths``; if they are None, write ``records`` to a file and return its path."""
+    if paths is not None:
+        return paths
     path = folder / DATA_NAME / part / f"{name}.jsonl"
     # A run with checkpoints can only be resumed with the same training records, so do not replace
     # their file.
     may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
-    count = _run_on_first_rank(partial(write_records, path, data, may_replace))
+    count = _run_on_first_rank(partial(write_records, path, records, may_replace))
     if is_first_rank():
         print(f"{part}: {count} records, stored in {path}", flush=True)
     return [str(path)]

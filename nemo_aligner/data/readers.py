@@ -71,6 +71,7 @@ class ReaderConfig:
         ties: keep comparisons whose samples are all tied.
         neutral: label of a step that is rated neither right nor wrong; None has no label for it.
         contradicting: whether comparisons with opposite verdicts are kept or dropped.
+        name: name of the file in its records and in errors about them; None means its path.
     """
 
     kind: RecordKind | None = None
@@ -84,6 +85,7 @@ class ReaderConfig:
     ties: bool = False
     neutral: float | None = 1.0
     contradicting: Contradicting = Contradicting.keep
+    name: str | None = None
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:
@@ -129,7 +131,7 @@ class RecordFile:
     """The usable records of one file, and counts of the others.
 
     Attributes:
-        path: the file.
+        path: the file, or ``ReaderConfig.name``.
         kind: kind of the records.
         format: name of the file's format.
         records: the records that were kept, in the order of the file.
@@ -176,7 +178,7 @@ class FileRules:
     The rules are pickled and sent to the processes that tokenize blocks of the file.
 
     Attributes:
-        path: the file, for errors.
+        path: the file, or ``ReaderConfig.name``, for records and errors.
         format: name of its format.
         kind: kind of its records.
         reading: the rules that the caller passed.
@@ -244,20 +246,21 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
         DataError: the file cannot be read, or no format fits its records.
     """
     file = BlockFile(path, reading.named_columns)
+    name = str(path) if reading.name is None else reading.name
     labels = (*reading.attributes, *reading.pair_columns)
     chosen = choose_format(
         reading.format,
         reading.kind,
         file.objects(),
-        str(path),
+        name,
         reading.pair_keys,
         labels,
         reading.rule.section,
     )
     # Check all lines first, because an error in the middle of the file could otherwise come after
     # hours of tokenizing.
-    check_lines_are_whole(chosen, file.lines(), str(path))
-    rules = FileRules(str(path), chosen.name, chosen.kind, reading)
+    check_lines_are_whole(chosen, file.lines(), name)
+    rules = FileRules(name, chosen.name, chosen.kind, reading)
     if reading.prompts is not None:
         _check_has_prompts(rules, file, chosen, reading.prompts)
     if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:

@@ -100,16 +100,14 @@ def evaluate_source(
         AlignerError: the settings, the data or the model cannot be used.
     """
     task, reader = _check_settings(config)
-    path = str(config.data.path)
     try:
-        results = _measure(config, task, reader, source)
+        results = _measure(config, task, replace(reader, name=data_name), source)
     except AlignerError as error:
-        if data_name is not None:
-            error.args = (str(error).replace(path, data_name),)
+        if data_name is not None:  # errors about the file as a whole have its path
+            error.args = (str(error).replace(str(config.data.path), data_name),)
         raise
     if data_name is not None:
         config = replace(config, data=replace(config.data, path=data_name))
-        results = results.with_data_name(path, data_name)
     results.write(config)
     result = results.result
     return Evaluation(
@@ -219,24 +217,6 @@ class _Results:
     contract: ScoringContract | None
     robustness: Robustness | None
 
-    def with_data_name(self, path: str, name: str) -> _Results:
-        """Return a copy in which the data file ``path`` is called ``name``."""
-
-        def rename(text: str) -> str:
-            return name + text.removeprefix(path)
-
-        result, predictions = self.result, self.result.predictions
-        rows = [replace(row, record=rename(row.record)) for row in predictions.rows]
-        result = replace(result, predictions=replace(predictions, rows=rows))
-        if isinstance(result, EvalResult):
-            malformed = [
-                replace(record, origin=replace(record.origin, path=name))
-                for record in result.malformed
-            ]
-            result = replace(result, malformed=malformed)
-        description = {**self.description, "data": rename(self.description["data"])}
-        return replace(self, result=result, description=description)
-
     def table(self) -> str:
         """Render the tables for people."""
         tables = [self.result.render(self.description)]
@@ -282,9 +262,13 @@ class _Results:
 def _measure(
     config: EvaluateConfig, task: Task | None, reader: ReaderConfig, source: RewardSource
 ) -> _Results:
-    name = str(config.data.path)
-    description = {"checkpoint": source.name, "contract": source.shown_contract, "data": name}
-    path = _find_local_file(name)
+    path = str(config.data.path)
+    description = {
+        "checkpoint": source.name,
+        "contract": source.shown_contract,
+        "data": path if reader.name is None else reader.name,
+    }
+    path = _find_local_file(path)
     if config.swapped:
         description["data"] += ", chosen and rejected swapped"
     source = source.with_aggregate(config.aggregate).for_format(config.data.format)
@@ -300,7 +284,7 @@ def _measure(
             needs_marked_replies=config.robustness_pairs is not None,
         )
     else:
-        result = _measure_task(task, path, config, source, description)
+        result = _measure_task(task, path, config, reader.name, source, description)
     robustness = None
     if config.robustness_pairs is not None:
         robustness = check_robustness(result.predictions, source, config.robustness_pairs)
@@ -313,7 +297,12 @@ def _find_local_file(name: str) -> str:
 
 
 def _measure_task(
-    task: Task, path: str, config: EvaluateConfig, source: RewardSource, description: dict[str, str]
+    task: Task,
+    path: str,
+    config: EvaluateConfig,
+    name: str | None,
+    source: RewardSource,
+    description: dict[str, str],
 ) -> TaskResult:
     """Run a benchmark; if it judges steps, add the threshold and its origin to ``description``."""
     threshold_file = config.threshold_from
@@ -327,7 +316,7 @@ def _measure_task(
         threshold = chosen.value
     elif threshold is None:
         threshold = default_threshold(source)
-    result = run_task(task, path, source, threshold)
+    result = run_task(task, path, source, threshold, name)
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
         description["threshold"] = f"{threshold:g}, {origin}"

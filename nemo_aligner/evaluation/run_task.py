@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.scorer import SampleEncoder
 from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.contract.turns import TurnMarkError
-from nemo_aligner.data.files import BadLine, Line, read_lines
+from nemo_aligner.data.files import AnyLine, BadLine, read_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import RewardSource, check_finite
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow, read_items
@@ -124,6 +124,7 @@ def run_task(
     path: str | Path,
     source: RewardSource,
     threshold: float = 0.5,
+    name: str | None = None,
 ) -> TaskResult:
     """Score all items of a benchmark's file, and compute the figures that the benchmark defines.
 
@@ -134,6 +135,7 @@ def run_task(
         path: its file.
         source: the model; ``RewardSource.of`` makes one from any scorer.
         threshold: a step with this reward or a higher one is right; for benchmarks of steps.
+        name: name of the file in predictions and in errors about its lines; None means ``path``.
 
     Raises:
         ConfigError: the benchmark judges steps, but the model has no reward for each step.
@@ -142,10 +144,11 @@ def run_task(
     """
     left_out: Counter[str] = Counter()
     rows = []
-    for line, item, rewards in _score_items(task, path, source, left_out):
+    name = str(path) if name is None else name
+    for line, item, rewards in _score_items(task, read_lines(path), name, source, left_out):
         above = rewards.astype(np.float64) - threshold if task.reads_steps else None
         right = task.judge(item, rewards if above is None else above)
-        rows.append(Prediction(item, rewards, right, f"{path}:{line}", above=above))
+        rows.append(Prediction(item, rewards, right, f"{name}:{line}", above=above))
     predictions = Predictions(rows, is_benchmark=True)
     return TaskResult(task.name, task.summarise(rows), predictions, dict(left_out))
 
@@ -192,7 +195,7 @@ def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> Chos
             f"threshold_from: got {path}, but {task.name} defines no rule to choose a threshold. "
             "Set threshold to a number instead."
         )
-    scored = _score_items(task, path, source, Counter())
+    scored = _score_items(task, read_lines(path), str(path), source, Counter())
     items = [item for _, item, _ in scored]
     try:
         value, figure = task.choose(items, [rewards for *_, rewards in scored])
@@ -202,21 +205,25 @@ def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> Chos
 
 
 def _score_items(
-    task: Task, path: str | Path, source: RewardSource, left_out: Counter[str]
+    task: Task,
+    lines: Iterable[AnyLine],
+    name: str,
+    source: RewardSource,
+    left_out: Counter[str],
 ) -> list[tuple[int, Item, np.ndarray]]:
-    """Score the items of a file, and count the dropped ones in ``left_out`` by reason.
+    """Score the items of the file ``name``, and count the dropped ones in ``left_out`` by reason.
 
     Returns:
         Line number, item and rewards of every item whose samples all got rewards.
     """
-    numbered_items = list(_read_items(task, path, source.encoder, left_out))
+    numbered_items = list(_read_items(task, lines, name, source.encoder, left_out))
     items = [item for _, item in numbered_items]
     if not items:
         raise DataError(
-            f"{path}: it has no item of {task.name} that can be scored; left out: "
+            f"{name}: it has no item of {task.name} that can be scored; left out: "
             f"{dict(left_out)}. The benchmark's file is {task.file}."
         )
-    origins = [f"{path}:{line}" for line, _ in numbered_items]
+    origins = [f"{name}:{line}" for line, _ in numbered_items]
     rows = []
     scored = zip(numbered_items, _compute_rewards(task, items, origins, source), strict=True)
     for (line, item), rewards in scored:
@@ -228,7 +235,7 @@ def _score_items(
             rows.append((line, item, rewards))
     if not rows:
         raise DataError(
-            f"{path}: the model returned no rewards for its items of {task.name}; left out: "
+            f"{name}: the model returned no rewards for its items of {task.name}; left out: "
             f"{dict(left_out)}"
         )
     return rows
@@ -270,7 +277,11 @@ def _compute_rewards(
 
 
 def _read_items(
-    task: Task, path: str | Path, encoder: SampleEncoder | None, left_out: Counter[str]
+    task: Task,
+    lines: Iterable[AnyLine],
+    name: str,
+    encoder: SampleEncoder | None,
+    left_out: Counter[str],
 ) -> Iterator[tuple[int, Item]]:
     """Yield (line number, item) for every item that the model can take.
 
@@ -280,8 +291,8 @@ def _read_items(
     Raises:
         DataError: a line is not a record of this benchmark, or there is no chat template.
     """
-    for line in read_lines(path):
-        parsed = _parse_line(task, line, path)
+    for line in lines:
+        parsed = _parse_line(task, line, name)
         if not parsed:
             left_out["without a verdict"] += 1
         for raw_item in parsed:
@@ -291,10 +302,10 @@ def _read_items(
                 yield line.number, item
                 continue
             if isinstance(error, NoTemplateError):
-                raise DataError(f"{path}:{line.number}: {error}") from error
+                raise DataError(f"{name}:{line.number}: {error}") from error
             reason = _REASONS.get(type(error), _REFUSED)
             if reason == _REFUSED and reason not in left_out:
-                say(f"{path}:{line.number}: left out (later ones are only counted): {error}")
+                say(f"{name}:{line.number}: left out (later ones are only counted): {error}")
             left_out[reason] += 1
 
 
@@ -308,12 +319,12 @@ def _find_refusal(item: Item, encoder: SampleEncoder) -> DataError | None:
     return None
 
 
-def _parse_line(task: Task, line: Line | BadLine, path: str | Path) -> tuple[Item, ...]:
-    location = f"{path}:{line.number}"
+def _parse_line(task: Task, line: AnyLine, file_name: str) -> tuple[Item, ...]:
+    location = f"{file_name}:{line.number}"
     if isinstance(line, BadLine):
         raise DataError(f"{location}: {line.reason}")
     try:
-        name = Path(path).name.partition(".")[0]  # ``stem`` would keep the .json of x.json.gz
+        name = Path(file_name).name.partition(".")[0]  # ``stem`` would keep the .json of x.json.gz
         return read_items(task, {**task.keys_from_name(name), **line.value})
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))

@@ -11,7 +11,7 @@ import pytest
 from nemo_aligner.cli.train import run_train, train_parser
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.contract.messages import Conversation, read_text
+from nemo_aligner.contract.messages import Conversation, Text, read_text
 from nemo_aligner.evaluation.compare import compare_files, render_compared, write_flips
 from nemo_aligner.evaluation.report.page import write_page
 from nemo_aligner.evaluation.run import evaluate, evaluate_source
@@ -181,7 +181,9 @@ def test_output_that_cannot_be_written_does_not_stop_the_others(tmp_path: Path) 
     assert len(rows_of(rewards)) == 4
 
 
-def test_results_and_errors_have_the_name_that_a_program_gives_its_data(tmp_path: Path) -> None:
+def test_results_and_errors_have_the_name_that_a_program_gives_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The Python API writes records to a temporary file, which its caller does not know."""
     pairs = rows_of(tiny.write_pairs(tmp_path / "pairs.jsonl", 2))
     path = write(tmp_path / "temporary.jsonl", *pairs, {"prompt": "a"})
@@ -199,6 +201,20 @@ def test_results_and_errors_have_the_name_that_a_program_gives_its_data(tmp_path
     error = refusal(DataError, evaluate_source, config, source, "records.jsonl")
     assert "records.jsonl:3: " in error
     assert "temporary" not in error
+
+    def encode(text: Text) -> None:
+        if "refused" in str(text):
+            raise DataError("a turn is refused")
+
+    sample = find_task("hhh").sample
+    write(path, sample, {**sample, "input": "refused"})
+    config = load_config(EvaluateConfig, [*settings[:1], "task=hhh"])
+    source = source_of(by_length, encoding=encode)
+    (row,) = evaluate_source(config, source, "records.jsonl").rows
+    assert row["record"] == "records.jsonl:1"
+    printed = capsys.readouterr().out
+    assert "records.jsonl:2: left out " in printed
+    assert "temporary" not in printed
 
 
 def test_threshold_may_come_from_a_data_set_of_the_hub(

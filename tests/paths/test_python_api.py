@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import io
 import json
 import os
 import signal
@@ -355,6 +356,20 @@ class Frame:
     def to_dict(self, orient: str) -> list[dict[str, Any]]:
         assert orient == "records"
         return [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2
+
+
+def test_training_data_that_is_no_list_of_paths_or_of_records_is_refused(tmp_path: Path) -> None:
+    """A set has another order in each process, so the run could not be resumed."""
+    from nemo_aligner.api.training import _write_as_files
+
+    pair = Frame().to_dict("records")[0]
+    refused: list[tuple[object, str]] = [
+        ({Path("a"), Path("b")}, r"^validation: got a set, whose order changes .* Pass a list"),
+        ({"a": frozenset("a")}, r"^validation: a: got a set, whose order"),
+        (io.StringIO(json.dumps(pair)), r"^validation: got an open file\. Pass its path"),
+        (["a", pair], r"^validation: got \{'prompt': 'a', .* as item 2, wanted a path"),
+    ]
+    assert_refused(lambda data: _write_as_files(data, tmp_path, "validation"), refused, ConfigError)
 
 
 def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ _UNSUPPORTED_REASONS = {
     "qwen3_vl_moe": "the layout of its experts is not supported",
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 # Keys whose null does not stand for the default of the decoder's class: no window, no cap, no
 # latent of queries, as many key heads as query heads.
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "q_lora_rank", "num_key_value_heads")
@@ -115,12 +116,15 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
         family, defaults = _SAME_AS.get(decoder, (decoder, {}))
     head_settings: dict[str, Any] = {key: config[key] for key in _HEAD_SETTINGS if key in config}
     tied = [settings.get("tie_word_embeddings") for settings in (config, text)]
+    dtypes = [settings.get(key) for settings in (config, text) for key in _DTYPE_KEYS]
     return {
         **defaults,
         **text,
         **{key: _without_mrope(text[key]) for key in _ROPE_KEYS if key in text},
         **head_settings,
         "model_type": family,
+        # For ``read_dtype``, which reads "dtype" first.
+        "dtype": next((dtype for dtype in dtypes if dtype is not None), None),
         "tie_word_embeddings": next(
             (is_tied for is_tied in tied if is_tied is not None),
             "lm_head.weight" not in set(names),

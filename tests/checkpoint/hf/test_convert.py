@@ -415,6 +415,15 @@ def test_config_of_a_model_is_read_without_its_weights(
     settings = {"text_config": config_of(base_checkpoint), "quantization_config": {"bits": 4}}
     (parts / "config.json").write_text(json.dumps({"model_type": "llava", **settings}))
     check(parts)
+    text = {**settings["text_config"], "torch_dtype": None}
+    for dtypes in (
+        {"torch_dtype": "float32", "text_config": text},
+        {"torch_dtype": None, "text_config": {**text, "dtype": "float32"}},
+        # Saved by transformers after the model was loaded in another dtype.
+        {"torch_dtype": "float32", "text_config": {**text, "dtype": "bfloat16"}},
+    ):
+        edit(parts, architectures=["LlavaForSequenceClassification"], **dtypes)
+        assert read_config_and_limits(parts)[1] == (256, "fp32"), dtypes
     edit(parts, model_type="mllama")
     with pytest.raises(CheckpointError, match="parts: model_type: got 'mllama'"):
         read_config_and_limits(parts)
