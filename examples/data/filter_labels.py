@@ -192,7 +192,8 @@ def set_probabilities(pairs: Sequence[Pair]) -> str:
 def read_margin(pair: Pair, missing: float | None) -> float:
     """Return the margin that training reads from a pair's fields, or 1 if it is not known.
 
-    ``missing`` is the number that stands for a margin that is not known.
+    ``missing`` is the number that stands for a margin that is not known. A margin of 0 or less, as
+    of tied or inverted scores, says nothing about the label's weight, and counts as not known.
 
     Raises:
         DataError: the margin, or a score that it is computed from, is not a number.
@@ -204,7 +205,7 @@ def read_margin(pair: Pair, missing: float | None) -> float:
         (margin,) = read_margin_labels(row, WantedLabels((LABEL_MARGIN,), missing))
     except DataError as error:
         raise DataError(f"{pair.record}: {error}") from error
-    return 1.0 if margin is None else margin
+    return 1.0 if margin is None or margin <= 0 else margin
 
 
 def weigh(pair: Pair, margin: float, confidence: float) -> str:
@@ -219,13 +220,13 @@ def weigh(pair: Pair, margin: float, confidence: float) -> str:
 
 
 def describe_doubted(pair: Pair) -> dict[str, Any]:
+    # With a prefix, so that no field of the pair is lost, and training does not read the margin.
     about = {
-        "record": pair.record,
-        "p_wrong": round(pair.p_wrong, 4),
-        # Not ``margin``, which training would read as the margin of the label.
-        "model_margin": round(pair.margin, 4),
+        "filter_record": pair.record,
+        "filter_p_wrong": round(pair.p_wrong, 4),
+        "filter_margin": round(pair.margin, 4),
     }
-    # ``about`` is first, and replaces fields of the same names, such as those of an earlier run.
+    # ``about`` is first, and replaces the fields of an earlier run.
     return {**about, **json.loads(pair.line), **about}
 
 
@@ -289,7 +290,7 @@ def filter_pairs(options: argparse.Namespace) -> str:
     else:
         kept_lines = [pair.line for pair in pairs if not pair.p_wrong >= options.confidence]
     doubted_lines = [json.dumps(describe_doubted(pair), ensure_ascii=False) for pair in doubted]
-    weights = ", doubted ones with a label_margin below 1" * options.weigh
+    weights = ", doubted ones with a lower label_margin" * options.weigh
     return "\n".join(
         [
             f"{options.input}: {len(pairs)} pairs, {accuracy}",

@@ -485,7 +485,8 @@ def label_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--attribute-weights", type=_parse_weights, default={}, metavar="NAME=NUMBER,...",
-        help="servers with /classify: names and weights of the rewards (default: one reward)",
+        help="all servers with /classify or /get_reward: names and weights of the rewards "
+        "(default: one reward)",
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer", metavar="FOLDER",

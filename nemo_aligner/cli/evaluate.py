@@ -19,7 +19,6 @@ from nemo_aligner.cli.parser import (
 )
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
-from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import is_first_rank
 from nemo_aligner.utils.writing import check_outputs
 
@@ -146,9 +145,6 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _check_replaces_nothing_of(run: Path, output: Path) -> None:
     """Raise ConfigError if ``output`` is a file of ``run``; in a run's folder it may be a page."""
-    is_inside = run.is_dir() and run.resolve() in output.resolve().parents
-    if is_inside and output.is_file() and output.suffix != ".html":
-        raise ConfigError(f"output: {output} is a file of the run {run}. Name another")
     files = [run] if run.is_dir() else [run.with_suffix(end) for end in (".json", ".jsonl")]
     for file in files:
         check_outputs({"output": output}, {"a file to draw": file})

@@ -129,7 +129,7 @@ def fetch(
         ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
         DataError: there is no such data set, subset or split, or the hub cannot be reached.
     """
-    check_outputs({"output": output}, {})
+    check_outputs({"output": output}, {"the data set": Path(name)})
     datasets = _import_datasets("data sets of the hub need")
     datasets.disable_progress_bars()
     described = _describe(name, subset, split)

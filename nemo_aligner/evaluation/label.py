@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -52,8 +51,9 @@ from nemo_aligner.evaluation.sources import (
     open_server,
     sizes_of_model,
 )
+from nemo_aligner.serving.client.scorers import ServerSettings
 from nemo_aligner.utils.console import fit_row, say
-from nemo_aligner.utils.errors import AlignerError, ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from nemo_aligner.utils.processes import find_process
 from nemo_aligner.utils.writing import check_outputs, write_lines
 
@@ -61,6 +61,13 @@ logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.
 _PART = 512
 _URLS = ("http://", "https://")
+_OPTIONS = ServerSettings(
+    server="--model",
+    attribute_weights="--attribute-weights",
+    tokenizer="--tokenizer",
+    token="--token",
+    timeout_s="--timeout",
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,7 @@ def label_file(options: Labelling) -> None:
             raise ConfigError(
                 f"--model: {teacher} is a server, which needs one process here. Omit --processes"
             )
-    with _errors_name_options():
-        _check_source_used(options)
+    _check_source_used(options)
     path = once_per_node(lambda: local_file(options.source))
     _check_output(options, path)
     reading = replace(options.reading, kind=RecordKind.comparison, ties=True)
@@ -120,11 +126,11 @@ def label_file(options: Labelling) -> None:
             stack.enter_context(launch())
             layout = initialize_layout(**sizes_of_model(_with_model(options.config, "any")))
         progress = _Progress.open(options, file, digest)
-        scored = [
-            _score_with(teacher, options, file, digest, layout, progress)
-            for teacher in options.teachers
-        ]
-        descriptions, rewards = zip(*scored, strict=True)
+        # All are inspected before one scores, and those whose work an error would lose come last.
+        teachers = [_Teacher.inspect(name, options, digest) for name in options.teachers]
+        order = sorted(range(len(teachers)), key=lambda n: not teachers[n].has_fingerprint)
+        scored = {n: _score_with(teachers[n], options, file, layout, progress) for n in order}
+        descriptions, rewards = zip(*(scored[n] for n in range(len(teachers))), strict=True)
         labelled = _Labelled(file, list(descriptions), np.stack(rewards))
         on_main(partial(_write, options, labelled, rows, progress))
 
@@ -145,40 +151,18 @@ def _check_output(options: Labelling, source: str) -> None:
     check_outputs({"output": options.output}, {name: Path(path) for name, path in read.items()})
 
 
-# The verb's options, by the settings of ``evaluate`` that errors about servers name.
-_OPTIONS = {
-    "source.attribute_weights": "--attribute-weights",
-    "source.tokenizer": "--tokenizer",
-    "source.token_variable": "--token-variable",
-    "source.timeout_s": "--timeout",
-    "server=": "--model=",
-}
-
-
-@contextmanager
-def _errors_name_options() -> Iterator[None]:
-    """Make errors that name a setting of ``evaluate`` name the verb's option for it."""
-    try:
-        yield
-    except AlignerError as error:
-        text = re.sub("^server:", "--model:", str(error))
-        for setting, option in _OPTIONS.items():
-            text = text.replace(setting, option)
-        error.args = (text,)
-        raise
-
-
 def _check_source_used(options: Labelling) -> None:
     """Raise ConfigError if an option about servers has no effect on any teacher."""
     servers = filter(is_url, options.teachers)
-    used_keys = {key for url in servers for key in list_used_keys("server", url)}
+    used_keys = {key for url in servers for key in list_used_keys("server", url, _OPTIONS)}
     for field_ in fields(SourceConfig):
         value, default = (
             getattr(source, field_.name) for source in (options.config.source, SourceConfig())
         )
         if value != default and field_.name not in used_keys:
+            option = "--" + field_.name.removesuffix("_s").replace("_", "-")
             raise ConfigError(
-                f"source.{field_.name}: got {value!r}, which has no effect on any --model. Omit it"
+                f"{option}: got {value!r}, which has no effect on any --model. Omit it"
             )
 
 
@@ -243,11 +227,44 @@ def _with_model(config: EvaluateConfig, name: str) -> EvaluateConfig:
     return replace(config, rm_model_file=name, hf_model=None, server=None, source=SourceConfig())
 
 
+@dataclass(frozen=True)
+class _Teacher:
+    """What is known of a teacher before it scores.
+
+    Attributes:
+        name: its ``--model``.
+        trained_on_input: True if it was trained on the file to label; None if that is unknown.
+        has_fingerprint: False for a server without one, whose progress is not kept.
+    """
+
+    name: str
+    trained_on_input: bool | None
+    has_fingerprint: bool
+
+    @classmethod
+    def inspect(cls, name: str, options: Labelling, digest: str) -> _Teacher:
+        """Read a checkpoint's description, or connect to a server; every rank calls this.
+
+        Raises:
+            AlignerError: the teacher cannot be opened.
+        """
+        if is_url(name):
+            with open_server(name, options.config.source, settings=_OPTIONS) as source:
+                return cls(name, None, _fingerprint_of(source) is not None)
+        trained_on = training_data_of(CheckpointDescription.read(name).config)
+        if trained_on is None:
+            return cls(name, None, True)
+        return cls(name, digest in [trained.get("sha256") for trained in trained_on], True)
+
+
+def _fingerprint_of(source: RewardSource) -> str | None:
+    return getattr(source.scorer, "fingerprint", None)
+
+
 def _score_with(
-    teacher: str,
+    teacher: _Teacher,
     options: Labelling,
     file: RecordFile,
-    digest: str,
     layout: ParallelLayout | None,
     progress: _Progress,
 ) -> tuple[dict[str, Any], np.ndarray]:
@@ -257,22 +274,18 @@ def _score_with(
         What is written about the teacher into each record, and its rewards ``[Q]`` float32, NaN for
         a sample that it rejects.
     """
-    if is_url(teacher):
-        with _errors_name_options(), open_server(teacher, options.config.source) as source:
+    if is_url(teacher.name):
+        with open_server(teacher.name, options.config.source, settings=_OPTIONS) as source:
             return _score_records(source, None, file, progress)
     assert layout is not None  # there is one if a teacher is a checkpoint
-    trained_on = training_data_of(CheckpointDescription.read(teacher).config)
-    knows = None
-    if trained_on is not None:
-        knows = digest in [trained.get("sha256") for trained in trained_on]
-    source = load_source(_with_model(options.config, teacher), layout)
-    return _score_records(source, knows, file, progress)
+    source = load_source(_with_model(options.config, teacher.name), layout)
+    return _score_records(source, teacher.trained_on_input, file, progress)
 
 
 def _score_records(
     source: RewardSource, trained_on_input: bool | None, file: RecordFile, progress: _Progress
 ) -> tuple[dict[str, Any], np.ndarray]:
-    fingerprint = getattr(source.scorer, "fingerprint", None)
+    fingerprint = _fingerprint_of(source)
     description = {
         "name": source.name,
         "model_fingerprint": fingerprint,
@@ -296,6 +309,13 @@ def _score_records(
         scored = source.scorer.score_rows(samples)
         origins = [record.origin for record in part for _ in record.texts]
         check_finite(scored.rewards, origins, scored.errors)
+        # A record that got no reward for now must not be kept as one that the teacher rejects.
+        if scored.temporary:
+            row = min(scored.temporary)
+            raise ServingError(
+                f"{origins[row]}: {source.name} has no reward for it now: {scored.errors[row]}. "
+                "Run the same command again"
+            )
         if scored.model_fingerprint not in (None, fingerprint):
             raise ServingError(
                 f"{source.name}: the model was replaced while it labelled: the fingerprint was "
@@ -316,17 +336,19 @@ class _Progress:
     Its first line identifies the data; each other line has the rewards of a part by one teacher.
 
     Attributes:
-        path: the file.
+        path: the file; it does not exist before the first part is finished.
+        header: its first line.
         parts: JSON about the teacher, number of the part -> its rewards, as the file had them when
             it was opened.
     """
 
     path: Path
+    header: str
     parts: dict[tuple[str, int], np.ndarray]
 
     @classmethod
     def open(cls, options: Labelling, file: RecordFile, digest: str) -> _Progress:
-        """Read the file, or begin a new one if it belongs to other data; every rank calls this."""
+        """Read the file, or remove it if it belongs to other data; every rank calls this."""
         path = options.output.with_name(f".{options.output.name}.progress")
         identity = {
             "data": digest,
@@ -334,7 +356,7 @@ class _Progress:
             "reading": repr(options.reading),
         }
         header = json.dumps({"part": _PART, **identity})
-        return cls(path, on_main(lambda: _read_progress(path, header)))
+        return cls(path, header, on_main(lambda: _read_progress(path, header)))
 
     def rewards_of(self, description: dict[str, Any]) -> list[np.ndarray]:
         """Return the rewards of a teacher's first parts, up to the first one that is missing."""
@@ -348,6 +370,8 @@ class _Progress:
         """Add a finished part to the file, on the first rank."""
         row = {"teacher": json.dumps(description), "part": part, "rewards": _shortest(rewards)}
         with self.path.open("a", encoding="utf-8") as file:
+            if file.tell() == 0:
+                file.write(self.header + "\n")
             file.write(json.dumps(row) + "\n")
 
 
@@ -368,7 +392,10 @@ def _read_progress(path: Path, header: str) -> dict[tuple[str, int], np.ndarray]
             )
             break
         valid_lines.append(line)
+    # Written even without parts, so that a folder that cannot be written is an error at once.
     write_lines(path, valid_lines)
+    if not parts:
+        path.unlink()
     return parts
 
 

@@ -32,7 +32,12 @@ from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.client.pool import NoKServeError, NoServerError, RequestTimeoutError
 from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.reward import RewardClient
-from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
+from nemo_aligner.serving.client.scorers import (
+    QueryScorer,
+    ServedScorer,
+    ServerSettings,
+    VllmScorer,
+)
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.protocols.kserve import split_model_path
 from nemo_aligner.serving.tokens import find_token, hide_password
@@ -188,6 +193,7 @@ def check_finite(
 
 # Opening the source that the settings name.
 
+_SETTINGS_OF_EVALUATE = ServerSettings()
 _KEYS_OF_OTHER_SERVERS = ("attribute_weights", "token_variable", "timeout_s")
 # The keys of ``source`` that each kind of source uses, by the setting that selects it (for servers
 # by the path of the URL). Any other key is rejected, because it would silently have no effect.
@@ -262,17 +268,20 @@ def _fingerprint_error(name: str, expected: str) -> ConfigError:
     )
 
 
-def list_used_keys(key: str, name: str) -> tuple[str, ...]:
+def list_used_keys(
+    key: str, name: str, settings: ServerSettings = _SETTINGS_OF_EVALUATE
+) -> tuple[str, ...]:
     """List the keys of ``source`` that a source uses.
 
     Args:
         key: the setting that selects it, such as ``server``.
         name: value of this setting.
+        settings: names for errors.
 
     Raises:
-        ConfigError: a server's URL cannot be read.
+        ConfigError: a server's URL is not one of a known protocol.
     """
-    return _USED_KEYS.get(_protocol_path(name) if key == "server" else key, ())
+    return _USED_KEYS.get(_protocol_path(name, settings) if key == "server" else key, ())
 
 
 def _check_keys_used(config: SourceConfig, key: str, name: str) -> None:
@@ -344,46 +353,48 @@ def _check_contract(source: RewardSource, expected: str | None) -> RewardSource:
 _ONE_REWARD = {"reward": 1.0}
 
 
-def _protocol_path(url: str) -> str:
+def _protocol_path(url: str, settings: ServerSettings) -> str:
     """Return a server URL's path without ``/models/NAME``, which names one of several models.
 
     Raises:
-        ConfigError: it is not a URL, e.g. because a bracket is missing.
+        ConfigError: the path is not one of a known protocol, or it is not a URL, e.g. because a
+            bracket is missing.
     """
+    wrong_address = ConfigError(
+        f"{settings.server}: got {hide_password(url)}; wanted http://HOST:PORT of a nemo-aligner "
+        "server, also with /models/NAME, or a URL with the path /classify (vLLM) or /get_reward "
+        "(OpenRLHF)"
+    )
     try:
         full_path = urlsplit(url).path
     except ValueError as error:
-        raise _address_error(hide_password(url)) from error
+        raise wrong_address from error
     _, path = split_model_path(full_path.rstrip("/") + "/")
+    if path.rstrip("/") not in ("", "/classify", "/get_reward"):
+        raise wrong_address
     return path.rstrip("/")
-
-
-def _address_error(name: str) -> ConfigError:
-    return ConfigError(
-        f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, also with "
-        "/models/NAME, or a URL with the path /classify (vLLM) or /get_reward (OpenRLHF)"
-    )
 
 
 @contextmanager
 def open_server(
-    url: str, config: SourceConfig, expect_fingerprint: str | None = None
+    url: str,
+    config: SourceConfig,
+    expect_fingerprint: str | None = None,
+    settings: ServerSettings = _SETTINGS_OF_EVALUATE,
 ) -> Iterator[RewardSource]:
     """Connect to a running server, as a context; the path of the URL selects the protocol.
 
     No path means a server or a gateway of nemo-aligner, ``/classify`` vLLM's protocol, and
     ``/get_reward`` that of OpenRLHF's remote reward models. ``/models/NAME`` before it names one of
-    several models.
+    several models. Errors name the ``settings``.
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
         ServingError: a nemo-aligner server does not answer, or answers a later request too late, or
             publishes no scoring contract.
     """
-    path, name = _protocol_path(url), hide_password(url)
-    if path not in ("", "/classify", "/get_reward"):
-        raise _address_error(name)
-    token = find_token(None, config.token_variable, "source.token")
+    path, name = _protocol_path(url, settings), hide_password(url)
+    token = find_token(None, config.token_variable, settings.token)
     if path == "":
         with RewardClient(
             url,
@@ -393,10 +404,10 @@ def open_server(
             token=token,
         ) as client:
             try:
-                yield RewardSource.of(_build_served_scorer(name, client), name)
+                yield RewardSource.of(_build_served_scorer(name, client, settings.server), name)
             except RequestTimeoutError as error:
-                text = str(error).replace("request_timeout_s", "source.timeout_s")
-                raise ServingError(f"server: {text}") from error
+                text = str(error).replace("(request_timeout_s)", f"({settings.timeout_s})")
+                raise ServingError(f"{settings.server}: {text}") from error
         return
     if expect_fingerprint is not None:
         raise _fingerprint_error(name, expect_fingerprint)
@@ -404,22 +415,23 @@ def open_server(
     weights = config.attribute_weights or _ONE_REWARD
     attributes = tuple(weights)
     if path == "/classify":
-        scorer: Scorer = VllmScorer(address, attributes)
+        scorer: Scorer = VllmScorer(address, attributes, settings)
     else:
         tokenizer = None if config.tokenizer is None else read_tokenizer(Path(config.tokenizer))
-        scorer = QueryScorer(address, attributes, tokenizer)
+        scorer = QueryScorer(address, attributes, tokenizer, settings)
     yield RewardSource(name, scorer, tuple(weights.values()))
 
 
-def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
+def _build_served_scorer(name: str, client: RewardClient, setting: str) -> ServedScorer:
     try:
         return ServedScorer(client)
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}. If it is a vLLM server, set server={name}/classify. If it is a "
-            f"remote reward model of OpenRLHF, set server={name}/get_reward."
+            f"{setting}: {error}. If it is a vLLM server, set {setting}={name}/classify. If it is "
+            f"a remote reward model of OpenRLHF, set {setting}={name}/get_reward."
         ) from error
     except NoServerError as error:
         raise ServingError(
-            f"server: {error.trouble}. Start the server, or correct the address in server={name}."
+            f"{setting}: {error.trouble}. Start the server, or correct the address in "
+            f"{setting}={name}."
         ) from error

@@ -106,9 +106,14 @@ def test_fetch_without_datasets_says_what_to_install(
         local_files(["nosuch/name"])
 
 
-def test_fetch_to_a_folder_is_refused_before_it_downloads(tmp_path: Path) -> None:
+def test_fetch_to_a_folder_or_file_of_the_data_set_is_refused_before_it_downloads(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match=f"^output: {tmp_path} is a folder. Name a file$"):
         fetch("owner/name", tmp_path)
+    pairs = tiny.write_pairs(tmp_path / "train.jsonl", 1)
+    with pytest.raises(ConfigError, match=r"train\.jsonl is a file of the folder"):
+        fetch(str(tmp_path), pairs)
 
 
 def test_data_set_becomes_a_file_of_the_cache(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +22,7 @@ from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import Malformed
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.scorer import ScoredRows
 from nemo_aligner.data import files
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats.base import PairKeys
@@ -29,7 +32,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.evaluation import label
 from nemo_aligner.evaluation.label import confidence, order_by_teacher
-from nemo_aligner.evaluation.sources import load_source
+from nemo_aligner.evaluation.sources import RewardSource, load_source
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
 from tests.checkpoint.hf.exporting import export
@@ -393,6 +396,76 @@ def test_server_without_a_fingerprint_scores_all_records_again(
     assert "reports no model fingerprint, so if this run stops, the same command" in messages[0]
 
 
+def open_as_scorers(
+    monkeypatch: pytest.MonkeyPatch,
+    fingerprints: dict[str, str | None],
+    score: Callable[[str, Sequence[Text]], ScoredRows],
+) -> None:
+    """Replace the servers of these URLs by scorers with these fingerprints."""
+
+    @contextmanager
+    def open_scorer(url: str, *_: Any, **__: Any) -> Iterator[RewardSource]:
+        fingerprint = fingerprints[url]
+        scorer = Mock(contract=None, fingerprint=fingerprint, score_rows=partial(score, url))
+        yield RewardSource(url, scorer, (1.0,))
+
+    monkeypatch.setattr(label, "open_server", open_scorer)
+
+
+def scored_as(rewards: Sequence[float], **more: Any) -> ScoredRows:
+    array = np.array(rewards, dtype=np.float32)[:, None]
+    return ScoredRows(array, more.pop("errors", {}), np.zeros(len(array), dtype=bool), **more)
+
+
+def test_teachers_are_opened_before_one_scores_and_those_that_an_error_would_repeat_are_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stops before the first reward leaves no file."""
+    fresh, kept = "http://a", "http://b"
+    asked = []
+
+    def score(url: str, samples: Sequence[Text]) -> ScoredRows:
+        asked.append(url)
+        return scored_as([1.0 if url == fresh else 4.0] * len(samples))
+
+    open_as_scorers(monkeypatch, {fresh: None, kept: "f" * 16}, score)
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 2)
+    verb = ["data", "label", str(pairs), f"--output={tmp_path / 'out.jsonl'}"]
+    assert main([*verb, f"--model={kept}", f"--model={fresh}", "--model=no.nemo"]) == 1
+    assert (asked, [*tmp_path.iterdir()]) == ([], [pairs])
+    row, _ = labelled(tmp_path, "out", fresh, kept)
+    assert asked == [kept, fresh]
+    assert [about["name"] for about in row["teacher"]] == [fresh, kept]
+    assert row["teacher_rewards"] == [2.5, 2.5]
+
+
+def test_record_without_a_reward_for_now_is_scored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its error quotes the path of the data as it is."""
+    asked = []
+
+    def score(url: str, samples: Sequence[Text]) -> ScoredRows:
+        asked.append(samples)
+        if len(asked) != 2:
+            return scored_as([1.0] * len(samples))
+        slow, errors = frozenset({2}), {0: "too long", 2: "judge: too slow"}
+        rewards = [math.nan, 1.0, math.nan, 1.0]
+        return scored_as(rewards, errors=errors, unscored=slow, temporary=slow)
+
+    monkeypatch.setattr(label, "_PART", 2)
+    open_as_scorers(monkeypatch, {"http://a": "f" * 16}, score)
+    (tmp_path / "server=eu").mkdir()
+    pairs = tiny.write_pairs(tmp_path / "server=eu/pairs.jsonl", 6)
+    verb = ["data", "label", str(pairs), f"--output={tmp_path / 'server=eu/out.jsonl'}"]
+    assert main([*verb, "--model=http://a"]) == 1
+    error = f"{pairs}:4: http://a has no reward for it now: judge: too slow. Run the same command"
+    assert error in capsys.readouterr().err
+    assert len(labelled(tmp_path / "server=eu", "out", "http://a")) == 6
+    assert len(asked) == 4
+    assert asked[2] == asked[1]
+
+
 def test_servers_that_do_not_describe_themselves_are_described_by_options(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -452,7 +525,17 @@ def test_confidence_is_the_probability_less_the_spread() -> None:
             ("--model=http://localhost:1/classify", "--tokenizer=a"),
             "--tokenizer: got 'a', which has no effect on any --model",
         ),
-        (PAIR, ("--model=http://localhost:1/score",), "--model: got http://localhost:1/score"),
+        (
+            PAIR,
+            ("--model=http://localhost:1/score", "--timeout=2"),
+            "--model: got http://localhost:1/score",
+        ),
+        (
+            PAIR,
+            ("--model=http://localhost:1", "--token-variable=NO_SUCH"),
+            "--token-variable: environment variable NO_SUCH is not set",
+        ),
+        (PAIR, ("--model=http://localhost:1",), "correct the address in --model=http://localhost"),
     ],
 )
 def test_what_cannot_be_labelled_is_rejected(

@@ -43,12 +43,11 @@ def test_filter_finds_what_was_labelled_wrong(
     assert "96 pairs, 96 judged" in output
     doubted = rows_of(folder / "doubted.jsonl")
     wrong = {f"{source}:{number + 1}" for number in WRONG}
-    assert wrong <= {row["record"] for row in doubted[: 2 * len(WRONG)]}
-    assert (
-        f"most likely mislabelled:\n  {doubted[0]['record']}  {doubted[0]['p_wrong']:.2f}" in output
-    )
+    assert wrong <= {row["filter_record"] for row in doubted[: 2 * len(WRONG)]}
+    worst = f"{doubted[0]['filter_record']}  {doubted[0]['filter_p_wrong']:.2f}"
+    assert f"most likely mislabelled:\n  {worst}" in output
     kept_lines = (folder / "kept.jsonl").read_text().splitlines()
-    gone = {int(row["record"].rpartition(":")[2]) for row in doubted}
+    gone = {int(row["filter_record"].rpartition(":")[2]) for row in doubted}
     lines = source.read_text().splitlines()
     assert kept_lines == [line for number, line in enumerate(lines, start=1) if number not in gone]
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -97,7 +96,7 @@ def test_pairs_are_judged_as_they_are_read_for_training() -> None:
 
 
 def test_margins_of_pairs_are_weighted_and_not_replaced() -> None:
-    """Those that training reads; a model's margin gets another name."""
+    """Those that training reads and accepts; no field of a pair is replaced by the filter's."""
     for fields, margin in (
         ({"score_chosen": 9, "score_rejected": 6}, 3.0),
         ({"metadata": {"score_chosen": 9, "score_rejected": 6}}, 3.0),
@@ -105,18 +104,21 @@ def test_margins_of_pairs_are_weighted_and_not_replaced() -> None:
         ({"label_margin": 0.5, "margin": 2}, 0.5),
         ({"label_margin": None, "margin": 2}, 1.0),
         ({"label_margin": -100}, 1.0),
+        ({"score_chosen": 3, "score_rejected": 5}, 1.0),
+        ({"margin": 0}, 1.0),
         ({}, 1.0),
     ):
-        row = {"prompt": "p", "chosen": "a", "rejected": "b", **fields}
+        row = {"prompt": "p", "chosen": "a", "rejected": "b", "record": "own", "p_wrong": 2}
+        row |= fields
         pair = Pair("x:1", json.dumps(row), "p", margin=-4.0, p_wrong=0.9)
         assert read_margin(pair, -100.0) == margin, fields
         for confidence, weight in ((0.8, 0.1), (0.95, 1.0)):
             written = json.loads(weigh(pair, margin, confidence))
             assert written == {**row, "label_margin": pytest.approx(weight * margin)}
-        about = {"record": "x:1", "p_wrong": 0.9, "model_margin": -4.0}
+        about = {"filter_record": "x:1", "filter_p_wrong": 0.9, "filter_margin": -4.0}
         assert describe_doubted(pair) == {**row, **about}
         again = Pair("y:2", json.dumps({**row, **about}), "p", margin=-1.0, p_wrong=0.7)
-        assert describe_doubted(again)["record"] == "y:2"
+        assert describe_doubted(again)["filter_record"] == "y:2"
 
 
 def test_prompt_of_a_pair_is_what_its_sides_begin_with() -> None:

@@ -137,6 +137,22 @@ def test_output_that_is_no_file_is_refused_before_the_work(tmp_path: Path) -> No
     check_outputs({str(number): path for number, path in enumerate(outputs)}, {})
 
 
+def test_output_replaces_no_file_of_a_folder_that_is_read(tmp_path: Path) -> None:
+    """Also through a link; a new file or a page may be written into a model's or run's folder."""
+    model, link = tmp_path / "model", tmp_path / "link"
+    (model / "part").mkdir(parents=True)
+    link.symlink_to(model)
+    for name in ("config.json", "part/weights", "report.html"):
+        (model / name).write_text("old")
+    inputs = {"the model": model, "the data": tmp_path / "pairs.jsonl"}
+    for output in (model / "config.json", link / "part" / "weights"):
+        with pytest.raises(ConfigError) as caught:
+            check_outputs({"output": output}, inputs)
+        problem = f"output: {output} is a file of the folder {model}, which is read. Name another"
+        assert str(caught.value) == problem
+    check_outputs({"output": model / "new.json", "report": model / "report.html"}, inputs)
+
+
 def test_two_writers_of_a_file_leave_one_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     inner = [{"writer": "inner", "number": number} for number in range(9000)]

@@ -204,12 +204,12 @@ def _read_rm_bench(value: dict[str, Any]) -> Item:
     return Item(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
-def _read_domain(stem: str) -> dict[str, str]:
-    """Read the domain of RM-Bench from the name of its file, without the ending.
+def _read_domain(name: str) -> dict[str, str]:
+    """Read the domain of RM-Bench from the name of its file, up to its first dot.
 
     An example is ``safety-refuse_filtered``.
     """
-    domain, _, suffix = stem.partition("_")
+    domain, _, suffix = name.partition("_")
     is_domain = suffix == "filtered" and domain.partition("-")[0] in _DOMAINS
     return {"domain": domain} if is_domain else {}
 

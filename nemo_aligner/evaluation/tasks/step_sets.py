@@ -69,12 +69,12 @@ def _read_solution(value: dict[str, Any], question: str, key: str) -> Text:
     return read_conversation(value[question], reply, key, question)
 
 
-def _read_set(stem: str) -> dict[str, str]:
-    """Read the set of ProcessBench from the name of its file, without the ending.
+def _read_set(name: str) -> dict[str, str]:
+    """Read the set of ProcessBench from the name of its file, up to its first dot.
 
     An example is ``gsm8k``. The result is empty for another name.
     """
-    return {"subset": stem} if stem in _SETS else {}
+    return {"subset": name} if name in _SETS else {}
 
 
 def _judge_first_error(item: Item, rewards: np.ndarray) -> float:

@@ -29,6 +29,22 @@ _log = logging.getLogger(__name__)
 _QUERIES = 16  # maximum number of samples per request to ``/get_reward``
 
 
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names of the settings that describe a server, for errors; those of ``evaluate`` by default.
+
+    Attributes:
+        server: the setting with the URL.
+        token: common prefix of the settings of the token, as ``find_token`` takes it.
+    """
+
+    server: str = "server"
+    attribute_weights: str = "source.attribute_weights"
+    tokenizer: str = "source.tokenizer"
+    token: str = "source.token"
+    timeout_s: str = "source.timeout_s"
+
+
 class ServedScorer:
     """Scores on reward model servers of this package, over KServe."""
 
@@ -79,6 +95,7 @@ class VllmScorer:
 
     address: PostingAddress
     attributes: tuple[str, ...]
+    settings: ServerSettings = ServerSettings()
     contract: None = None
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
@@ -110,7 +127,7 @@ class VllmScorer:
             raise ServingError(
                 f"{self.address.name}: got {len(numbers)} numbers for a sample, wanted "
                 f"{len(self.attributes)} ({', '.join(self.attributes)}); set the names and weights "
-                "of the numbers in source.attribute_weights"
+                f"of the numbers in {self.settings.attribute_weights}"
             )
         return numbers
 
@@ -142,14 +159,15 @@ class QueryScorer:
     address: PostingAddress
     attributes: tuple[str, ...]
     tokenizer: Tokenizer | None = None
+    settings: ServerSettings = ServerSettings()
     contract: None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are several attributes: ``/get_reward`` answers one number."""
         if len(self.attributes) != 1:
             raise ConfigError(
-                f"source.attribute_weights: got {len(self.attributes)} names, wanted one or none: "
-                "/get_reward answers one number per sample"
+                f"{self.settings.attribute_weights}: got {len(self.attributes)} names, wanted one "
+                "or none: /get_reward answers one number per sample"
             )
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
@@ -205,8 +223,9 @@ class QueryScorer:
             return sample
         if tokenizer is None or not tokenizer.chat_template:
             raise ConfigError(
-                "source.tokenizer: got none with a chat template, wanted the folder of the "
-                "policy's tokenizer: /get_reward takes raw texts, and the samples are conversations"
+                f"{self.settings.tokenizer}: got none with a chat template, wanted the folder of "
+                "the policy's tokenizer: /get_reward takes raw texts, and the samples are "
+                "conversations"
             )
         template = freeze_date(ChatTemplate.of(tokenizer.chat_template, tokenizer))
         return write_conversation(template, sample, tokenizer)

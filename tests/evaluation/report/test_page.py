@@ -411,7 +411,7 @@ def test_report_replaces_no_file_of_its_runs_and_says_that_it_replaces_another(
     results.write_text('{"metrics": {"accuracy": 0.5}}')
     for path, output, problem in (
         (results, tmp_path / "e.jsonl", "is a file to draw"),
-        (run, run / "metrics.jsonl", f"is a file of the run {run}"),
+        (run, run / "metrics.jsonl", f"is a file of the folder {run}, which is read"),
     ):
         assert refusal(ConfigError, report, path, output) == (
             f"output: {output} {problem}. Name another"
