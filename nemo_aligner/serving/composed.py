@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,14 +26,14 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import adjust_components, one_reward
 from nemo_aligner.serving.client.calls import run_all
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.parts import Part, prompt_keys
+from nemo_aligner.serving.parts import Part, Prompts, prompt_keys
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
 _REWARD = "reward"
 # Seconds after which a request whose judge or function has failed may be sent again.
 _RETRY_AFTER_S = 1
-_PART_FAILURES = (FailureKind.unscored, FailureKind.unreachable)
+_PART_FAILURES = (FailureKind.unscored, FailureKind.slow, FailureKind.unreachable)
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,7 @@ class ComposedService(ScoringService):
         if request.texts is None and self._parts:
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
+        keys = await self._check_sizes(request) if self._parts and not is_probe else []
         model_rows = await self._score_by_model(request, aside, is_probe)
         is_sum = self._combination.kind is not CombineKind.minimum
         if is_probe:  # only to find out whether the model accepts the sample; judges cost too much
@@ -226,15 +227,11 @@ class ComposedService(ScoringService):
             row: RequestError(reason, _kind_of(row, model_rows))
             for row, reason in model_rows.errors.items()
         }
-        is_decided, comparisons = await self._fill_table(request, parts, failures)
+        is_decided, comparisons = await self._fill_table(request, keys, parts, failures)
         rewards, terms = self._combination.combine(parts, is_decided)
         for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
             failures.setdefault(row, _overflow_failure(rewards[row]))
-        # A part that scores other rows is not gone, but too slow for this one. The model itself has
-        # decided which rows are left out.
-        is_slow = (np.isnan(parts) & np.isfinite(parts).any(axis=0)).any(axis=1)
-        is_slow[[*model_rows.errors]] = True
-        self._check_failures(request, failures, aside, is_slow)
+        self._check_failures(request, failures, aside)
         rewards[[*failures]] = np.nan
         parts[np.isinf(parts)] = np.nan
         return ScoredRows(
@@ -248,10 +245,16 @@ class ComposedService(ScoringService):
             components=terms if is_sum else None,
             comparisons=comparisons,
             unscored=frozenset(row for row in failures if failures[row].kind in _PART_FAILURES),
-            temporary=frozenset(
-                row for row in failures if failures[row].kind is FailureKind.unreachable
-            ),
+            temporary=frozenset(row for row in failures if failures[row].kind.reaction == "retry"),
         )
+
+    async def _check_sizes(self, request: ScoreRequest) -> list[str | None]:
+        """Return the keys of the prompts, after a check that parts can score so many samples."""
+        keys = await prompt_keys(request.texts or (), request.num_prompt_turns)
+        for name in self._combination.first_names:
+            if name in self._parts:
+                self._parts[name].check_size(keys)
+        return keys
 
     async def _score_by_model(
         self, request: ScoreRequest, aside: Collection[FailureKind], is_probe: bool
@@ -296,12 +299,17 @@ class ComposedService(ScoringService):
         return parts
 
     async def _fill_table(
-        self, request: ScoreRequest, parts: np.ndarray, failures: dict[int, RequestError]
+        self,
+        request: ScoreRequest,
+        keys: Sequence[str | None],
+        parts: np.ndarray,
+        failures: dict[int, RequestError],
     ) -> tuple[np.ndarray, list[dict[str, float]]]:
         """Score samples with all parts that they need, and record failures.
 
         Args:
             request: N samples.
+            keys: the keys of their prompts; none if there are no parts but the model.
             parts: ``[N, P]``, filled in place.
             failures: why a sample has no reward, by its number; rows in it are not scored.
 
@@ -311,20 +319,22 @@ class ComposedService(ScoringService):
         """
         is_decided = np.zeros(len(parts), dtype=bool)
         first_names = [name for name in self._combination.first_names if name in self._parts]
-        comparisons = await self._score_by_parts(first_names, request, parts, failures, is_decided)
+        comparisons = await self._score_by_parts(
+            first_names, request, keys, parts, failures, is_decided
+        )
         if self._combination.kind is CombineKind.gate:
             values = parts[:, self._combination.names.index(self._combination.gate)]
-            keys = await prompt_keys(request.texts or (), request.num_prompt_turns)
             is_close = self._combination.find_close(values, keys)
             is_decided = np.isfinite(values) & ~is_close
         names = [name for name in self._parts if name not in first_names]
-        comparisons += await self._score_by_parts(names, request, parts, failures, is_decided)
+        comparisons += await self._score_by_parts(names, request, keys, parts, failures, is_decided)
         return is_decided, comparisons
 
     async def _score_by_parts(
         self,
         names: Sequence[str],
         request: ScoreRequest,
+        keys: Sequence[str | None],
         parts: np.ndarray,
         failures: dict[int, RequestError],
         is_decided: np.ndarray,
@@ -333,14 +343,14 @@ class ComposedService(ScoringService):
 
         The arguments are those of ``_fill_table``.
         """
-        samples = request.texts or ()  # none if the model, as the only part, scored token ids
-        rows = [row for row in range(len(samples)) if row not in failures and not is_decided[row]]
-        if not rows:
+        samples = request.texts or ()
+        rows = [row for row in range(len(keys)) if row not in failures and not is_decided[row]]
+        if not rows or not names:
             return []
         selected = [samples[row] for row in rows]
-        results = await run_all(
-            self._parts[name].score(selected, request.num_prompt_turns) for name in names
-        )
+        unopposed = _find_unopposed(request, keys, failures)
+        prompts = Prompts([keys[row] for row in rows], request.num_prompt_turns, unopposed)
+        results = await run_all(self._parts[name].score(selected, prompts) for name in names)
         comparisons = []
         for name, scores in zip(names, results, strict=True):
             parts[rows, self._combination.names.index(name)] = scores.values
@@ -357,25 +367,19 @@ class ComposedService(ScoringService):
         request: ScoreRequest,
         failures: Mapping[int, RequestError],
         aside: Collection[FailureKind],
-        is_slow: np.ndarray,
     ) -> None:
-        """Raise RequestError if the whole request fails because rows have no reward.
-
-        The rows of ``is_slow [N]`` are left out where unscored ones are: if the request were sent
-        again, all of its rows would be judged again.
-        """
-        leaves_out_slow = FailureKind.unscored in aside
+        """Raise RequestError if the whole request fails because rows have no reward."""
         fatal = {
             row: failure
             for row, failure in failures.items()
-            if (failure.kind not in aside and not (leaves_out_slow and is_slow[row]))
+            if failure.kind not in aside
             or (self._fails_requests and failure.kind in _PART_FAILURES)
         }
         if not fatal:
             return
         row = min(fatal)
         failure, number = fatal[row], request.row_numbers[row]
-        retry_s = _RETRY_AFTER_S if failure.kind is FailureKind.unreachable else None
+        retry_s = _RETRY_AFTER_S if failure.kind.reaction == "retry" else None
         raise RequestError(f"row {number}: {failure.message}", failure.kind, retry_s)
 
     def _hash_of(self, model_rows: ScoredRows) -> str | None:
@@ -426,8 +430,21 @@ def _kind_of(row: int, model_rows: ScoredRows) -> FailureKind:
     if row not in model_rows.unscored:
         return FailureKind.bad_request
     # Tokenizing was too slow, or the parts of a backend that is itself a gateway failed.
-    is_temporary = row in model_rows.temporary
-    return FailureKind.unreachable if is_temporary else FailureKind.unscored
+    return FailureKind.slow if row in model_rows.temporary else FailureKind.unscored
+
+
+def _find_unopposed(
+    request: ScoreRequest,
+    keys: Sequence[str | None],
+    failures: Mapping[int, RequestError],
+) -> set[str | None]:
+    """Return the keys of prompts to which one reply is left, because all others were rejected."""
+    rejected = (row for row, failure in failures.items() if failure.kind not in _PART_FAILURES)
+    num_sent, num_left = Counter(keys), Counter(keys)
+    num_left.subtract(keys[row] for row in rejected)
+    # Replies that could not even be read have a known prompt only if all replies share it.
+    num_unread = 0 if request.num_prompt_turns is None else len(request.refused)
+    return {key for key, left in num_left.items() if left == 1 < num_sent[key] + num_unread}
 
 
 def _overflow_failure(reward: float) -> RequestError:

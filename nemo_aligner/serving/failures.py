@@ -76,6 +76,17 @@ class FailureKind(Enum):
         "transport_unreachable",
         "retry",
     )
+    # A judgment or tokenizing a row took too long. Sending the request again may help, but computes
+    # all of its rows again.
+    slow = (
+        503,
+        (),
+        "UNAVAILABLE",
+        "ServiceUnavailableError",
+        "Overloaded",
+        "transport_unreachable",
+        "retry",
+    )
     # A bug or a failure of the model; the server's log has the details. The same request would fail
     # again, and so would all other rollouts of NeMo Gym: a run must not continue with a reward of 0
     # for each of them.
@@ -112,7 +123,7 @@ class FailureKind(Enum):
 # and the other rows get their rewards. A row with any other kind fails the whole request.
 NO_ROWS: frozenset[FailureKind] = frozenset()
 REJECTED_ROWS = frozenset({FailureKind.bad_request})
-FINAL_ROWS = frozenset(kind for kind in FailureKind if kind.reaction == "skip")
+FINAL_ROWS = frozenset(kind for kind in FailureKind if kind.reaction == "skip") | {FailureKind.slow}
 ALL_ROWS = FINAL_ROWS | {FailureKind.unreachable}
 
 

@@ -184,7 +184,7 @@ class Intake:
         Args:
             request: the samples.
             aside: kinds of failures for which a sample that cannot be encoded is collected in
-                ``errors``: ``bad_request``, or ``unscored`` if it is too slow. The first sample
+                ``errors``: ``bad_request``, or ``slow`` if it took too long. The first sample
                 with another failure fails the request.
 
         Raises:
@@ -358,8 +358,8 @@ def _row_failure(number: int, error: AlignerError, aside: Collection[FailureKind
     # Seconds depend on the load, so a slow sample may be sent again: it is not rejected, and has no
     # ``row``, so that no route looks for the fault in its reply.
     is_slow = isinstance(error, TooSlowError)
-    kind = FailureKind.unreachable if is_slow else FailureKind.bad_request
-    if (FailureKind.unscored if is_slow else kind) not in aside:
+    kind = FailureKind.slow if is_slow else FailureKind.bad_request
+    if kind not in aside:
         message = f"row {number}: {one_line(error)}"
         raise RequestError(message, kind, row=None if is_slow else number) from error
     return _Failure(one_line(error), is_slow)

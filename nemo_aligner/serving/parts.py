@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -31,7 +31,7 @@ from nemo_aligner.contract.messages import (
     question_of,
     with_messages,
 )
-from nemo_aligner.serving.client.judge import JudgeClient, JudgeError, Verdict
+from nemo_aligner.serving.client.judge import HIGHEST, LOWEST, JudgeClient, JudgeError, Verdict
 from nemo_aligner.serving.engine.timed_threads import (
     ThreadsHangError,
     TimedThreads,
@@ -45,9 +45,30 @@ logger = logging.getLogger(__name__)
 _WARNING_PAUSE_S = 60.0
 # How to end the hanging calls of a function, for error messages.
 _HANG_ADVICE = "set a timeout for whatever the function waits for, and restart the gateway"
+# Score by a pairwise judge of a reply that has no other to compare, because those were rejected. It
+# is NeMo Gym's ``default_score`` of a single reply (0.7.0, resources_servers/genrm_compare/app.py).
+_UNOPPOSED_SCORE = (LOWEST + HIGHEST) / 2
+# Kinds of failures for failed judgments; all others are ``unscored``.
+_TEMPORARY = {"judge_slow": FailureKind.slow, "judge_unreachable": FailureKind.unreachable}
 # Maximum number of judgments of one request. With all pairs, their number grows with the square of
 # the rows.
 _MOST_JUDGMENTS = 2**16
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of N samples.
+
+    Attributes:
+        keys: the key of each prompt (``prompt_keys``).
+        num_turns: ``num_prompt_turns`` of the samples' ``ScoreRequest``.
+        unopposed: keys of prompts to which only one reply is left, because all others in the
+            request were rejected.
+    """
+
+    keys: Sequence[str | None]
+    num_turns: int | None = None
+    unopposed: Collection[str | None] = ()
 
 
 @dataclass
@@ -57,8 +78,8 @@ class PartScores:
     Attributes:
         values: ``[N]`` float64; NaN for each sample in ``failures``.
         failures: why a sample has no score, by its number. The kind is ``bad_request`` if the
-            sample is rejected, ``unscored`` if the part has no score for it, and
-            ``unreachable`` if the part is gone or too slow.
+            sample is rejected, ``unscored`` if the part has no score for it, ``slow`` if it
+            scores others, but took too long for this one, and ``unreachable`` if it is gone.
         comparisons: for a pairwise judge, each judgment in the form of NeMo Gym's
             ``comparison_results``, with the numbers of its two samples.
     """
@@ -79,13 +100,11 @@ class Part(Protocol):
     def rules(self) -> Any:
         """What the scores depend on, as JSON values, for the published scoring contract."""
 
-    async def score(
-        self, samples: Sequence[Text], num_prompt_turns: int | None = None
-    ) -> PartScores:
-        """Score samples; a sample without a score gets a reason.
+    def check_size(self, keys: Sequence[str | None]) -> None:
+        """Raise RequestError if samples whose prompts have these keys are too many to score."""
 
-        ``num_prompt_turns`` is that of their ``ScoreRequest``.
-        """
+    async def score(self, samples: Sequence[Text], prompts: Prompts) -> PartScores:
+        """Score samples; a sample without a score gets a reason."""
 
     async def probe(self) -> dict[str, str | None]:
         """Map the part's server to why it gives no scores now, or to None if it does."""
@@ -149,31 +168,45 @@ class JudgePart:
         # What else a judge sees, and where the response begins.
         self.rules = {**rules, "context": ["tools", "documents"], "response": "after the question"}
 
-    async def score(
-        self, samples: Sequence[Text], num_prompt_turns: int | None = None
-    ) -> PartScores:
+    def check_size(self, keys: Sequence[str | None]) -> None:
+        has_all_pairs = self._config.pairs is JudgePairs.all_pairs
+        is_square = has_all_pairs and self._config.task is JudgeTask.pairwise
+        sizes = Counter(key for key in keys if key is not None).values()
+        counts = [size * (size - 1) // 2 if is_square else size for size in sizes]
+        total = sum(counts) * self._config.repeats
+        if total > _MOST_JUDGMENTS:
+            raise RequestError(
+                f"got a request that needs {total} judgments, wanted at most {_MOST_JUDGMENTS}. "
+                "Send fewer rows per request, or set judge.pairs=circular",
+                FailureKind.too_large,
+            )
+
+    async def score(self, samples: Sequence[Text], prompts: Prompts) -> PartScores:
         """Score samples, with as many judgments at once as ``judge.max_connections`` allows.
 
         Raises:
             RequestError: the samples need more than ``_MOST_JUDGMENTS`` judgments.
         """
+        self.check_size(prompts.keys)
         scores = PartScores(np.full(len(samples), np.nan))
         groups: dict[str, list[int]] = defaultdict(list)
-        for number, key in enumerate(await prompt_keys(samples, num_prompt_turns)):
+        for number, key in enumerate(prompts.keys):
             if key is None:
                 reason = "it is a raw text, and a judge reads conversations; send messages"
                 scores.failures[number] = RequestError(reason, FailureKind.bad_request)
             else:
                 groups[key].append(number)
-        self._check_num_judgments([*map(len, groups.values())])
         tasks: list[tuple[int, ...]] = []
         judgments = []
-        for numbers in groups.values():
+        for key, numbers in groups.items():
+            if len(numbers) == 1 and self._config.task is JudgeTask.pairwise:
+                _score_lone_reply(numbers[0], key in prompts.unopposed, scores)
+                continue
             first: Any = samples[numbers[0]]
-            prompt = _prompt_of(first, num_prompt_turns)
+            prompt = _prompt_of(first, prompts.num_turns)
             conversation = with_messages(first, prompt)  # shared, because its judgments are many
             responses = {number: messages_of(samples[number])[len(prompt) :] for number in numbers}
-            for task in self._list_tasks(numbers, scores.failures):
+            for task in self._list_tasks(numbers):
                 tasks += [task] * self._config.repeats
                 replies = [responses[number] for number in task]
                 judgments += [
@@ -181,6 +214,8 @@ class JudgePart:
                 ]
         outcomes = await asyncio.gather(*judgments)
         self._collect(tasks, outcomes, scores)
+        if all(number in scores.failures for task in tasks for number in task):
+            _mark_unreachable(scores.failures)
         self._masked_rows += len(scores.failures)
         return scores
 
@@ -194,32 +229,10 @@ class JudgePart:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _check_num_judgments(self, group_sizes: Sequence[int]) -> None:
-        has_all_pairs = self._config.pairs is JudgePairs.all_pairs
-        is_square = has_all_pairs and self._config.task is JudgeTask.pairwise
-        counts = [size * (size - 1) // 2 if is_square else size for size in group_sizes]
-        total = sum(counts) * self._config.repeats
-        if total > _MOST_JUDGMENTS:
-            raise RequestError(
-                f"got a request that needs {total} judgments, wanted at most {_MOST_JUDGMENTS}. "
-                "Send fewer rows per request, or set judge.pairs=circular",
-                FailureKind.too_large,
-            )
-
-    def _list_tasks(
-        self, numbers: Sequence[int], failures: dict[int, RequestError]
-    ) -> Iterable[tuple[int, ...]]:
+    def _list_tasks(self, numbers: Sequence[int]) -> Iterable[tuple[int, ...]]:
         """List the samples of each judgment, for samples with the same prompt."""
         if self._config.task is JudgeTask.rating:
             return [(number,) for number in numbers]
-        if len(numbers) == 1:
-            reason = (
-                "a pairwise judge needs at least two replies to one prompt in a request, and this "
-                "is the only one that can be scored. Set judge.task=rating, or send the replies to "
-                "a prompt together"
-            )
-            failures[numbers[0]] = RequestError(reason, FailureKind.unscored)
-            return []
         if self._config.pairs is JudgePairs.all_pairs:
             return combinations(numbers, 2)
         return zip(numbers, [*numbers[1:], numbers[0]], strict=True)
@@ -232,7 +245,7 @@ class JudgePart:
         try:
             return await asyncio.wait_for(judging, self._timeout_s)
         except JudgeError as error:
-            kind = FailureKind.unreachable if error.is_temporary else FailureKind.unscored
+            kind = _TEMPORARY.get(error.count, FailureKind.unscored)
             return self._note_failure(RequestError(one_line(error), kind))
         except asyncio.TimeoutError:
             text = f"no verdict within {self._timeout_s:g} s (gateway.timeout_s)"
@@ -272,6 +285,30 @@ class JudgePart:
         for number, values in rewards.items():
             if number not in scores.failures:
                 scores.values[number] = sum(values) / len(values)
+
+
+def _mark_unreachable(failures: dict[int, RequestError]) -> None:
+    """Change the kind of failures of a part that is slow for all samples."""
+    for number, failure in failures.items():
+        if failure.kind is FailureKind.slow:
+            failures[number] = RequestError(failure.message, FailureKind.unreachable)
+
+
+def _score_lone_reply(number: int, is_unopposed: bool, scores: PartScores) -> None:
+    """Set the score of a reply that a pairwise judge cannot compare with another one.
+
+    It gets a score only if it ``is_unopposed``. If its sender sends each reply by itself, a score
+    that is always the same would go unnoticed.
+    """
+    if is_unopposed:
+        scores.values[number] = _UNOPPOSED_SCORE
+        return
+    reason = (
+        "a pairwise judge needs at least two replies to one prompt in a request, and this is the "
+        "only one that can be scored. Set judge.task=rating, or send the replies to a prompt "
+        "together"
+    )
+    scores.failures[number] = RequestError(reason, FailureKind.unscored)
 
 
 def _describe_comparison(task: tuple[int, ...], verdict: Verdict, judge: int) -> dict[str, float]:
@@ -324,9 +361,10 @@ class FunctionPart:
             interrupts_abandoned=False,
         )
 
-    async def score(
-        self, samples: Sequence[Text], num_prompt_turns: int | None = None
-    ) -> PartScores:
+    def check_size(self, keys: Sequence[str | None]) -> None:
+        return
+
+    async def score(self, samples: Sequence[Text], prompts: Prompts) -> PartScores:
         """Score samples in one call of the function."""
         if not samples:
             return PartScores(np.zeros(0))

@@ -97,8 +97,7 @@ class ScoringService(ABC):
         Args:
             request: the samples; rows in ``request.refused`` get NaN and their reasons.
             aside: kinds of failures for which a row gets NaN and a reason (``ALL_ROWS`` and others
-                in ``failures.py``). A row with another failure fails the whole request,
-                except that a row that was too slow counts as ``unscored`` if others were scored.
+                in ``failures.py``). A row with another failure fails the whole request.
             is_probe: whether the request only tests if its samples can be scored. It is then not
                 counted, and its rewards enter neither the recent rewards nor the statistics of
                 shaping. Only the model's calls and their duration are counted.

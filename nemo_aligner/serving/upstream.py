@@ -172,7 +172,7 @@ def _check_unscored(
         row = min(scored.unscored)
         text = f"row {request.row_numbers[row]}: {scored.errors[row]}"
         if row in scored.temporary:
-            raise RequestError(text, FailureKind.unreachable, _RETRY_AFTER_S)
+            raise RequestError(text, FailureKind.slow, _RETRY_AFTER_S)
         raise RequestError(text, FailureKind.unscored)
 
 

@@ -131,7 +131,7 @@ def test_redirected_rollout_is_not_sent_on_as_a_get() -> None:
     )
 
 
-def test_server_with_another_contract_is_left_out_for_a_while(
+def test_server_with_another_contract_is_left_out_for_a_while_unless_it_is_the_only_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also by requests that come while the first one after the pause is not answered yet."""
@@ -163,11 +163,10 @@ def test_server_with_another_contract_is_left_out_for_a_while(
         servers = RewardServers(["http://a"], 5.0, -1.0, None)
         await servers.verify({})
         contracts["a"] = "f"
-        for expected in (["a"], []):
-            asked.clear()
-            with pytest.raises(NoRewardError, match="got the scoring contract f, wanted h"):
-                await servers.verify({})
-            assert asked == expected
+        with pytest.raises(NoRewardError, match="got the scoring contract f, wanted h"):
+            await servers.verify({})
+        contracts["a"] = "h"
+        await servers.verify({})  # a load balancer at the only URL chooses another server
 
     asyncio.run(verify())
     asyncio.run(fail())

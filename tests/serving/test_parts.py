@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -154,11 +154,21 @@ def test_failed_comparison_masks_both_responses_in_each_protocol(
 def test_reply_that_has_no_other_to_compare_is_not_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It must not get the reward of a bad reply, e.g. because the model rejects the other one."""
-    body = {"conversations": [conversation("b 4")]}
-    calls: Calls = [("/compare", compare("b 4")), ("/verify", verify("b 4")), ("/v1/rewards", body)]
+    """Only if the others were rejected, it gets the middle score, else its sender has to know."""
+    empty = {"role": "user", "content": ""}
+    rows = [conversation("", empty), conversation("b 4", empty), conversation("b 4")]
+    unread = compare("b 4", "c 2", "d 1")
+    unread["response_objs"][1:] = [{"output": []}] * 2
     settings = {"refused_reward": -5.0}
-    compared, rollout, listed = asked(monkeypatch, calls, FakeJudge(), settings=settings)
+    calls: Calls = [
+        ("/compare", compare("b 4")),
+        ("/verify", verify("b 4")),
+        ("/v1/rewards", {"conversations": rows}),
+        ("/compare", unread),
+    ]
+    compared, rollout, listed, rest = asked(monkeypatch, calls, FakeJudge(), settings=settings)
+    assert rest.json["rewards"] == [modelled("b 4") + 3, -5.0, -5.0]
+    assert [part["judge"] for part in listed.json["parts"]] == [None, 3.0, None]
     reason = (
         "judge: a pairwise judge needs at least two replies to one prompt in a request, and this "
         "is the only one that can be scored. Set judge.task=rating, or send the replies to a "
@@ -166,7 +176,14 @@ def test_reply_that_has_no_other_to_compare_is_not_rejected(
     )
     assert (compared.status, compared.json) == (400, {"detail": f"row 0: {reason}"})
     assert (rollout.json["mask_sample"], rollout.json["failure_kind"]) == (True, "judge_failed")
-    assert listed.json["errors"] == [{"row": 0, "message": reason}]
+    assert listed.json["errors"][1:] == [{"row": 2, "message": reason}]
+    # A reply whose part failed may be scored later, so the others are not all rejected.
+    functions = {"fails": f"{MODULE}:reward_of_x"}
+    combine = {"kind": CombineKind.gate, "gate_part": "fails", "gate_margin": 9.0}
+    body = {"conversations": [conversation("b 4"), conversation("x 4")]}
+    rules: dict[str, Any] = {"functions": functions, "combine": combine}
+    (listed,) = asked(monkeypatch, [("/v1/rewards", body)], FakeJudge(), **rules)
+    assert listed.json["errors"][1:] == [{"row": 1, "message": reason}]
 
 
 def rollout(city: str, reply: str) -> list[dict[str, Any]]:
@@ -192,11 +209,15 @@ def test_replies_with_tool_calls_are_compared_with_all_that_follows_the_prompt(
     (answer,) = asked(monkeypatch, [("/compare", body)], fake, client=False, **pair)
     assert answer.json["rewards"] == [1.0, 4.0, 2.0, 3.0]
     call = '{"name": "f", "arguments": {"city": "Bonn"}}'
-    text = f"assistant: {call}\n\ntool: dry in Bonn\n\nassistant: b 4"
+    text = f'{{"turn": 1, "role": "assistant", "content": "", "tool_calls": [{call}]}}\n'
+    text += '{"turn": 2, "role": "tool", "content": "dry in Bonn"}\n'
+    text += '{"turn": 3, "role": "assistant", "content": "b 4"}'
+    further = '{"turn": 4, "role": "user", "content": "sure?"}\n'
+    further += '{"turn": 5, "role": "assistant", "content": "e 3"}'
     assert [
         USER,
         {"role": "response_1", "content": text},
-        {"role": "response_2", "content": f"{text}\n\nuser: sure?\n\nassistant: e 3"},
+        {"role": "response_2", "content": f"{text}\n{further}"},
     ] in [request["messages"] for request in fake.requests]
     samples = [[USER, *turns_of(output, "")] for output in outputs]
     calls: Calls = [("/v1/rewards", {"conversations": samples})]
@@ -227,26 +248,30 @@ def principles_in(fake: FakeJudge) -> set[str]:
     return {turn["content"] for turn in turns if turn["role"] == "principle"}
 
 
-def test_request_of_too_many_pairs_is_rejected_before_they_are_made(
+def test_request_of_too_many_pairs_is_rejected_before_the_model_scores_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    body = {"conversations": [conversation("a 1")] * 400}
+    body, client = {"conversations": [conversation("a 1")] * 400}, FakeClient()
     rules = {"pairs": JudgePairs.all_pairs}
-    (answer,) = asked(monkeypatch, [("/v1/rewards", body)], FakeJudge(), client=False, **rules)
-    assert answer.status == 413
+    (answer,) = asked(monkeypatch, [("/v1/rewards", body)], FakeJudge(), client=client, **rules)
+    assert (answer.status, client.asked) == (413, [])
     assert "needs 79800 judgments, wanted at most 65536" in answer.json["error"]["message"]
+
+
+def infer(rows: Sequence[Any], by_row: bool = True) -> tuple[str, Any]:
+    data = [*map(json.dumps, rows)]
+    tensor = {"name": "conversations", "datatype": "BYTES", "shape": [len(data), 1], "data": data}
+    body = {"inputs": [tensor], "parameters": {"row_errors": by_row}}
+    return "/v2/models/reward_model/infer", body
 
 
 def test_one_answer_has_all_rows_that_the_judge_cannot_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client of KServe would send the others again, and each time they would be judged."""
-    replies = ("b 4", "long 1", "c 2", "forbidden 1", "")
-    prompts = (USER, USER, USER, USER, {"role": "user", "content": ""})
-    rows = [json.dumps(conversation(*row)) for row in zip(replies, prompts, strict=True)]
-    tensor = {"name": "conversations", "datatype": "BYTES", "shape": [5, 1], "data": rows}
-    path, body = "/v2/models/reward_model/infer", {"inputs": [tensor]}
-    calls: Calls = [(path, {**body, "parameters": {"row_errors": True}})]
+    replies = ("b 4", "long 1", "c 2", "forbidden 1")
+    rows = [*map(conversation, replies), conversation("", {"role": "user", "content": ""})]
+    calls = [infer(rows)]
     fake, client = FakeJudge(), FakeClient()
     (answer,) = asked(monkeypatch, calls, fake, client=client, task=JudgeTask.rating)
     outputs = {entry["name"]: entry["data"] for entry in answer.json["outputs"]}
@@ -260,19 +285,23 @@ def test_one_answer_has_all_rows_that_the_judge_cannot_score(
     combine = {"fail_requests": True}
     (answer,) = asked(monkeypatch, calls, fake, combine=combine, task=JudgeTask.rating)
     assert answer.json == {"error": f"row 1: {too_long}", "kind": "unscored"}
-    # Without the parameter, or if the judge is gone for all rows, the request fails as a whole.
-    rows[1:] = [json.dumps(conversation("dies 1"))]
-    tensor["shape"] = [2, 1]
-    calls += [(path, body)]
-    aside, failed = asked(monkeypatch, calls, fake, task=JudgeTask.rating)
+
+
+def test_request_is_repeated_unless_the_judge_was_only_slow_for_some_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A judge that restarts or is full soon gives all scores, but a slow one is slow again."""
+    good, slow = conversation("b 4"), conversation("slow 1")
+    calls = [infer([good, slow]), infer([good, slow], by_row=False), infer([slow, slow])]
+    calls += [infer([good, conversation(f"{mode} 1")]) for mode in ("dies", "broken", "busy")]
+    rules: dict[str, Any] = {"task": JudgeTask.rating, "retries": 0}
+    aside, *failed = asked(monkeypatch, calls, FakeJudge(), **rules)
     assert aside.json["outputs"][0]["data"] == [modelled("b 4") + 4, None]
-    assert aside.json["outputs"][-1]["data"] == [0, 2]
-    assert (failed.status, failed.json["error"][:14]) == (503, "row 1: judge: ")
-    (failed, _) = asked(monkeypatch, calls, fake, combine=combine, task=JudgeTask.rating)
-    assert (failed.status, failed.json["error"][:14]) == (503, "row 1: judge: ")
-    rows[0] = rows[1]
-    for failed in asked(monkeypatch, calls, fake, task=JudgeTask.rating):
-        assert (failed.status, failed.json["error"][:14]) == (503, "row 0: judge: ")
+    assert aside.json["outputs"][-1]["data"] == [0, 2]  # unscored, but temporarily
+    strict = {"fail_requests": True}
+    failed += asked(monkeypatch, calls[:1], FakeJudge(), combine=strict, **rules)
+    for answer, row in zip(failed, (1, 0, 1, 1, 1, 1), strict=True):
+        assert (answer.status, answer.json["error"][:14]) == (503, f"row {row}: judge: ")
 
 
 def test_rejected_samples_are_not_judged_and_a_bad_prompt_is_still_blamed(
@@ -412,7 +441,7 @@ def test_function_whose_calls_hang_is_refused_and_unready_until_they_end(
         )
         assert (await call())[1] == f"rule: {hang}"
         (part,) = service._parts.values()  # type: ignore[attr-defined]
-        (failure,) = (await part.score(["a"])).failures.values()
+        (failure,) = (await part.score(["a"], parts.Prompts([None]))).failures.values()
         assert failure.kind is FailureKind.unreachable
         assert await service.probe() == {functions["rule"]: hang}
         CAN_RETURN.set()

@@ -222,7 +222,7 @@ def test_sample_that_never_ends_may_be_sent_again_and_others_are_answered_meanwh
         "while the server is idle, leave the sample out: it is very long, or the model's chat "
         "template runs forever for it"
     )
-    assert failed == Failure(f"row 1: {slow}", FailureKind.unreachable)
+    assert failed == Failure(f"row 1: {slow}", FailureKind.slow)
     assert isinstance(aside, ScoredRows)
     assert isinstance(attack, ScoredRows)
     assert (rewards(aside)[::2], aside.errors, aside.rejected) == ([195, 195], {1: slow}, {})
@@ -292,7 +292,7 @@ def test_service_is_unready_while_its_model_or_too_many_of_its_samples_hang(
     hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
     (refused,) = service.ask(ScoreRequest(texts=[hang]))
     assert isinstance(refused, Failure)
-    assert refused.kind is FailureKind.unreachable
+    assert refused.kind is FailureKind.slow
     reason = "samples cannot be tokenized: 1 earlier calls still hang, so no more are made"
     assert service.ask(ScoreRequest(texts=[chat])) == [Failure(reason, FailureKind.busy)]
     assert probe() == reason

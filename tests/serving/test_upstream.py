@@ -80,7 +80,7 @@ def test_upstream_rejects_no_row_that_the_judge_of_a_backend_failed_on() -> None
     slow = replace(client.score_rows_async.return_value, temporary=frozenset({1}))
     client.score_rows_async.return_value = slow
     failed = ask(service(client), request, aside=REJECTED_ROWS)
-    assert failed == Failure("row 2: judge: no", FailureKind.unreachable, 1)
+    assert failed == Failure("row 2: judge: no", FailureKind.slow, 1)
     weighted = CombineConfig(weights={"model": 2.0})
     config = GatewayRunConfig(backends=["http://one"], combine=weighted)
     composed = ComposedService(service(client), [], config)

@@ -38,11 +38,24 @@ class _ServerContract:
         hash: the hash of the contract; None if the server has none.
         contract: the contract itself, if it was published.
         server: name of the server; empty for the contract that the user expects.
+        may_be_gateway: whether a server that publishes no contract may be a gateway; None if it was
+            not asked.
     """
 
     hash: str | None
     contract: ScoringContract | None
     server: str = ""
+    may_be_gateway: bool | None = None
+
+    @property
+    def scores_jointly(self) -> bool | None:
+        """The same as ``ContractCheck.scores_jointly``, for this server alone."""
+        if self.contract is None:
+            return self.may_be_gateway
+        try:
+            return "combine" in json.loads(self.contract.shaping or "{}")
+        except (ValueError, TypeError, RecursionError):  # rules of another program
+            return True
 
 
 class ContractCheck:
@@ -78,21 +91,16 @@ class ContractCheck:
         return self._expected is not None
 
     @property
-    def compares_rows(self) -> bool | None:
+    def scores_jointly(self) -> bool | None:
         """Whether a reward may depend on the other samples of its request; None if unknown.
 
         It may if the servers are gateways that combine rewards: a judge compares replies to the
-        same prompt, a gate compares their rewards, and functions get all samples of a request.
+        same prompt, a gate compares their rewards, and functions get all samples of a request. A
+        gateway without a reward model publishes no contract, but answers that there is none.
         """
-        entries = [self._expected, *self._published.values()]
-        contracts = [entry.contract for entry in entries if entry is not None]
-        contract = next((contract for contract in contracts if contract is not None), None)
-        if contract is None:
-            return None
-        try:
-            return "combine" in json.loads(contract.shaping or "{}")
-        except (ValueError, TypeError, RecursionError):  # rules of another program
-            return None
+        entries = [entry for entry in (self._expected, *self._published.values()) if entry]
+        answers = {entry.scores_jointly for entry in entries} - {None}
+        return any(answers) if answers else None
 
     @property
     def missing(self) -> str | None:
@@ -109,16 +117,22 @@ class ContractCheck:
             raise OtherModelError(server, fault)
 
     def check_published(
-        self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
+        self,
+        server: str,
+        contract: ScoringContract | None,
+        fingerprint: str | None = None,
+        may_be_gateway: bool | None = None,
     ) -> None:
         """Check the contract and model fingerprint that a server publishes; None stands for none.
+
+        ``may_be_gateway`` tells whether a server without a contract may be a gateway.
 
         Raises:
             OtherContractError: the contract or the model is not the expected one, or the contract
                 differs from that of another server.
         """
         published = _ServerContract(
-            contract.hash if contract is not None else None, contract, server
+            *(contract.hash if contract is not None else None, contract, server, may_be_gateway)
         )
         self.withdraw(server)
         # A server with a wrong model is rejected here, before its contract is compared with those

@@ -23,7 +23,7 @@ from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
     TooManyRowsError,
     encode_rows,
-    split_tokens,
+    requests_of_tokens,
     token_rows,
 )
 from nemo_aligner.serving.client.pool import ServerPool
@@ -201,9 +201,9 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
 
 
 async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> CriticValues:
-    limit, *_ = await pool.limit()
+    capacity = await pool.capacity()
     call = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
-    replies = await _request_all_values(pool, call.split(limit))
+    replies = await _request_all_values(pool, call.split(capacity.rows))
     rows = [row for reply in replies for row in reply.values]
     # A server pads the values of all rows to the longest sequence of their request.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
@@ -249,8 +249,8 @@ async def _fetch_rewards(
 ) -> np.ndarray:
     """Fetch rewards ``[N]``: sums of the attributes, with the scoring contract's weights."""
     # PPO needs a reward for every sequence of a rollout, so one rejected sequence fails the call.
-    split = partial(split_tokens, token_lists)
-    scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
+    requests = requests_of_tokens(token_lists)
+    scored = await RowCollector(pool, "raise").collect(len(token_lists), requests, None)
     if scored.contract_hash is None and scored.rewards.shape[1] == 1:
         return scored.rewards[:, 0]  # a server of NVIDIA's NeMo-Aligner, which publishes no weights
     weights = connections.attribute_weights.get(scored.contract_hash or "")

@@ -24,8 +24,10 @@ from nemo_aligner.config.gateway import JudgeConfig, JudgePrompt
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
+    Message,
     Messages,
     flatten_message,
+    joined_content,
     messages_of,
     principle_of,
 )
@@ -44,6 +46,7 @@ _SHOWN_CHARACTERS = 300  # length at which an error of the judge's server is cut
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _PATH = "/chat/completions"
 _EMPTY = "None"  # Gym's text of an empty response
+_TURN_START = re.compile(r'\s*\{\s*"turn"\s*:')  # of a line of ``_write_turn``
 
 _INSTRUCTIONS = """\
 Grade the response{plural} to the conversation below. Judge how helpful, correct and honest {it} \
@@ -135,8 +138,10 @@ class JudgeClient:
         ``judge.principle``.
 
         Raises:
-            JudgeError: no attempt gave a verdict; the error is that of the last one.
+            JudgeError: no attempt gave a verdict; the error is that of the last one or, if the last
+                one took too long, of an earlier one that did not reach the judge.
         """
+        lost: JudgeError | None = None
         for attempt in range(self._config.retries + 1):
             try:
                 async with self._slots:
@@ -149,7 +154,10 @@ class JudgeClient:
                 # Without sampling, an unusable answer would be the same again.
                 is_same = self._config.temperature == 0 and not error.is_temporary
                 if error.is_final or is_same or attempt == self._config.retries:
+                    if lost is not None and error.count == "judge_slow":
+                        raise lost from error  # it may be slow only because it restarts
                     raise
+                lost = error if error.count == "judge_unreachable" else lost
                 pause_s = error.pause_s or _FIRST_PAUSE_S * 2**attempt
             # The slot is free during the pause, so that other requests do not wait for it.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
@@ -355,18 +363,26 @@ def _visible_text(response: Messages) -> str:
     """Return what a judge sees of a response: all but its reasoning.
 
     That is the text and tool calls of its turn. Several turns, such as tool calls and their
-    results, are written like those of the conversation.
+    results, are lines of JSON, so that no text can pass for a turn. A text that has such lines
+    itself is written as one of them.
     """
-    visible_turns = (
-        {name: value for name, value in turn.items() if name not in REASONING} for turn in response
-    )
-    texts = [flatten_message(turn) or _EMPTY for turn in visible_turns]
-    return texts[0] if len(texts) == 1 else _join_turns(response, texts)
+    if len(response) == 1:
+        visible = {name: value for name, value in response[0].items() if name not in REASONING}
+        text = flatten_message(visible)
+        if not any(map(_TURN_START.match, text.splitlines())):
+            return text or _EMPTY
+    return "\n".join(_write_turn(number, turn) for number, turn in enumerate(response, start=1))
 
 
-def _join_turns(turns: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
-    lines = (f"{turn['role']}: {text}" for turn, text in zip(turns, texts, strict=True))
-    return "\n\n".join(lines)
+def _write_turn(number: int, turn: Message) -> str:
+    calls = [call.get("function", call) for call in turn.get("tool_calls", ())]
+    visible = {
+        "turn": number,
+        "role": turn["role"],
+        "content": joined_content(turn["content"]),
+        **({"tool_calls": calls} if calls else {}),
+    }
+    return json.dumps(visible, ensure_ascii=False)
 
 
 def _write_instructions(
@@ -384,7 +400,7 @@ def _write_instructions(
         plural="s" if is_pair else "",
         it="they are" if is_pair else "it is",
         principle="" if principle is None else f" Apply this principle: {principle}",
-        conversation=_join_turns(turns, [turn["content"] for turn in turns]),
+        conversation="\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns),
         responses="\n\n".join(responses),
         form=form,
         ranking=_RANKING if is_pair else "",

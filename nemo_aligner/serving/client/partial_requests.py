@@ -12,16 +12,14 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from nemo_aligner.contract.messages import Text, as_json, question_of
+from nemo_aligner.contract.messages import Conversation, Text, as_json, question_of, read_text
 from nemo_aligner.serving.failures import RefusedError
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
-from nemo_aligner.utils.errors import DataError, shown
+from nemo_aligner.utils.errors import DataError, ServingError, shown
 
-# Splits a call; the arguments are those of ``PartialRequest.split``.
-Split = Callable[[int, int | None], "list[PartialRequest]"]
 Encode = Callable[[Sequence[Any]], Tensors]
 # Errors while encoding a row: a value that JSON cannot represent, half of a surrogate pair (invalid
 # Unicode), or lists that are nested too deeply.
@@ -34,6 +32,13 @@ SHORT_CHARACTERS = 2**16
 # may compare the rows of a request.
 _MOST_IN_FLIGHT = 2**24
 _OF_NUMBER = 8  # estimated characters of a number, or of the punctuation of another value
+
+
+class Capacity(NamedTuple):
+    """Number of rows that every available server accepts in a request, and of these servers."""
+
+    rows: int
+    servers: int
 
 
 class TooManyRowsError(Exception):
@@ -103,46 +108,51 @@ class PartialRequest:
                     requests.append(rows)
         return [self.select(rows) for rows in requests]
 
-    def halve(self) -> list[PartialRequest]:
-        """Split the request into two or three, between groups if it has several.
+    def halve(self) -> tuple[list[PartialRequest], bool]:
+        """Split the request into two or three; return also whether a group was cut.
 
-        A single group is cut, and its parts have no ``key``. A single row stays as it is.
+        It is cut if there is only one, and then the parts have no ``key``. A single row stays as it
+        is.
         """
         size = -(-len(self.rows) // 2)
         halves = self.split(size, len(self.rows))
-        return halves if len(halves) > 1 else replace(self, key=None).split(size)
+        is_group = len(halves) == 1 and len(self.rows) > 1
+        return (self.without_groups().split(size) if is_group else halves), is_group
+
+    def without_groups(self) -> PartialRequest:
+        """Return the same request without groups: it may be split anywhere."""
+        return replace(self, key=None)
 
 
-def split_texts(
-    texts: Sequence[Text], size: int, group_size: int | None = None
-) -> list[PartialRequest]:
-    """Split samples into requests of at most ``size`` raw texts or conversations.
+def requests_of_texts(texts: Sequence[Text]) -> list[PartialRequest]:
+    """Return a call as requests of any size: one of raw texts, and one of conversations.
 
-    With ``group_size``, conversations that answer the same prompt stay together: see
-    ``PartialRequest.split``.
+    A request has either raw texts or conversations. Conversations that answer the same prompt form
+    a group.
     """
-    # One request has either raw texts or conversations, so the two are sent separately.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
-    key = None if group_size is None else _prompt_key
     return [
-        *PartialRequest(sentences, texts, kserve.encode_sentences).split(size),
-        *PartialRequest(conversations, texts, kserve.encode_conversations, key).split(
-            size, group_size
-        ),
+        PartialRequest(sentences, texts, kserve.encode_sentences),
+        PartialRequest(conversations, texts, kserve.encode_conversations, _prompt_key),
     ]
 
 
 def _prompt_key(sample: Any) -> int | None:
-    """Return a hash of what replies to the same prompt share; None for a malformed sample.
+    """Return a hash of what replies to the same prompt share; None if there is no prompt.
 
-    A gateway's judge groups the samples of a request in the same way (``serving/parts.py``).
+    A gateway's judge compares the samples of a request that share it (``serving/parts.py``), after
+    the gateway has read them in the same way. A malformed sample has no prompt.
     """
     try:
-        conversation = as_json(sample)
-        fields = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
-        return hash(_as_hashable({**fields, "messages": question_of(fields["messages"])}))
-    except (KeyError, TypeError, RecursionError):
+        text = read_text(sample)
+        question = question_of(text)
+        if isinstance(text, Conversation):
+            fields = [question, text.tools, text.documents, text.principle]
+        else:
+            fields = [question, None, None, None]
+        return hash(_as_hashable(fields)) if question else None
+    except (DataError, TypeError, RecursionError):
         return None
 
 
@@ -169,16 +179,14 @@ def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return rows
 
 
-def split_tokens(
-    token_lists: Sequence[Sequence[int]], size: int, group_size: int | None = None
-) -> list[PartialRequest]:
-    """Split token sequences into requests of at most ``size`` rows.
+def requests_of_tokens(token_lists: Sequence[Sequence[int]]) -> list[PartialRequest]:
+    """Return a call as one request of any size, in order of length.
 
-    ``group_size`` has no effect: a gateway that combines rewards does not take token ids.
+    It has no groups: a gateway that combines rewards does not take token ids.
     """
-    # Sorted by length, so that a request carries little padding.
+    # Sorted, so that the requests into which it is split carry little padding.
     by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
-    return PartialRequest(by_length, token_lists, kserve.encode_tokens).split(size)
+    return [PartialRequest(by_length, token_lists, kserve.encode_tokens)]
 
 
 def _has_length(ids: object) -> bool:
@@ -239,6 +247,22 @@ def encode_rows(part: PartialRequest) -> Tensors:
                 text = f"row {place}: it cannot be sent: {error}"
                 raise RefusedError("client", 400, text) from error
         raise
+
+
+def decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
+    """Decode the answer to a request of ``rows`` rows.
+
+    Raises:
+        ServingError: the answer of ``server`` is not that of a reward model.
+    """
+    try:
+        scored = kserve.decode_rewards(outputs)
+        is_in_range = max(scored.errors, default=0) < rows
+        if scored.rewards.ndim == 2 and len(scored.rewards) == rows and is_in_range:
+            return scored
+    except (KeyError, ValueError, TypeError, IndexError):
+        pass
+    raise ServingError(f"{server}: the answer does not have a row of rewards for each sample")
 
 
 class CharacterBudget:

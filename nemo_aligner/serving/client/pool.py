@@ -30,14 +30,16 @@ from nemo_aligner.serving.client.contract_check import (
     OtherModelError,
 )
 from nemo_aligner.serving.client.partial_requests import (
+    Capacity,
     CharacterBudget,
     PartialRequest,
     TooManyRowsError,
+    decode_scored,
     encode_request,
 )
 from nemo_aligner.serving.client.server import RemoteServer, new_session
 from nemo_aligner.serving.failures import FailureKind, RefusedError, UnavailableError
-from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError
 
@@ -153,20 +155,30 @@ class ServerPool:
         self._has_compared_servers = False
         self._handshakes: asyncio.Task[None] | None = None
 
-    async def limit(self) -> tuple[int, int, bool | None]:
-        """Return limit of rows, number of available servers, and ``ContractCheck.compares_rows``.
+    async def capacity(self) -> Capacity:
+        """Return the limit of rows and the number of available servers.
 
         Raises:
             ServingError: no server is available.
         """
-        return await self._limit_time(self._read_limits())
+        return await self._limit_time(self._read_capacity())
 
-    async def _read_limits(self) -> tuple[int, int, bool | None]:
+    async def _read_capacity(self) -> Capacity:
         # _choose returns as soon as a server is ready. Read the limits at once: if another task ran
         # first, it could find that the last server is gone.
         await self._choose(1, _Search())
         limits = [server.limit for server in self._servers if server.limit is not None]
-        return min(limits), len(limits), self._contract_check.compares_rows
+        return Capacity(min(limits), len(limits))
+
+    async def scores_jointly(self) -> bool | None:
+        """Return ``ContractCheck.scores_jointly``; while it is unknown, ask a server first."""
+        if self._contract_check.scores_jointly is None:
+            try:
+                server = await self._choose(1, _Search())
+                await server.check_contract()
+            except ServingError as error:  # if it matters for rewards, their requests report it
+                logger.debug("the contract is unknown: %s", error)
+        return self._contract_check.scores_jointly
 
     async def infer(
         self, part: PartialRequest, marks: Collection[str] = (), prefix: bytes | None = None
@@ -188,7 +200,7 @@ class ServerPool:
         rows = len(part.rows)
 
         def read(outputs: Tensors, server: str) -> ScoredRows:
-            scored = _decode_scored(outputs, rows, server)
+            scored = decode_scored(outputs, rows, server)
             columns = scored.rewards.shape[1]
             if len(scored.errors) < rows:  # otherwise there is no reward that could have a contract
                 self._contract_check.check_reward(
@@ -586,14 +598,3 @@ def _retrieve_error(first: asyncio.Task[None]) -> None:
     """Retrieve the error of the handshakes, because asyncio logs errors that nobody retrieves."""
     if not first.cancelled():
         first.exception()
-
-
-def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
-    try:
-        scored = kserve.decode_rewards(outputs)
-        is_in_range = max(scored.errors, default=0) < rows
-        if scored.rewards.ndim == 2 and len(scored.rewards) == rows and is_in_range:
-            return scored
-    except (KeyError, ValueError, TypeError, IndexError):
-        pass
-    raise ServingError(f"{server}: the answer does not have a row of rewards for each sample")

@@ -35,10 +35,9 @@ from nemo_aligner.serving.client.calls import (
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.partial_requests import (
     PartialRequest,
-    Split,
     TooManyRowsError,
-    split_texts,
-    split_tokens,
+    requests_of_texts,
+    requests_of_tokens,
     token_rows,
 )
 from nemo_aligner.serving.client.pool import ServerPool, UnansweredError
@@ -59,10 +58,10 @@ class RewardClient(ServerClient[ServerPool]):
     template.
 
     A call is split into requests, which are sent concurrently, each to the least busy server. If
-    the servers are gateways that combine rewards, or their contract is unknown, replies to the same
-    prompt stay in one request, up to the servers' limit of rows: a judge may compare them. A server
-    that is gone gets no requests for a while, and is tried again later. The client is safe to use
-    from several threads.
+    the servers are gateways that combine rewards, replies to the same prompt stay in one request,
+    up to the servers' limit of rows: a judge may compare them. To know this, the first call of
+    several requests fetches the contract. A server that is gone gets no requests for a while, and
+    is tried again later. The client is safe to use from several threads.
 
     All rewards of a client have the same scoring contract: ``expect`` (a contract or its hash), or
     the contract of the first answer. A server with another contract gets no requests until it is
@@ -186,8 +185,8 @@ class RewardClient(ServerClient[ServerPool]):
         Raises:
             ServingError: for the reasons that ``score`` lists.
         """
-        split = _prepare_split(texts, principle)
-        return self._wait(self._submit_rows(self._collect, *split, on_error, is_probe))
+        requests = _prepare_requests(texts, principle)
+        return self._wait(self._submit_rows(self._collect, *requests, on_error, is_probe))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -209,7 +208,9 @@ class RewardClient(ServerClient[ServerPool]):
         principle: Principles = None,
     ) -> Future[np.ndarray]:
         """Score N samples without waiting; the future has the rewards ``[N, A]`` float32."""
-        return self._submit_rows(self._fetch_rewards, *_prepare_split(texts, principle), on_error)
+        return self._submit_rows(
+            self._fetch_rewards, *_prepare_requests(texts, principle), on_error
+        )
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -219,8 +220,8 @@ class RewardClient(ServerClient[ServerPool]):
         The future has the rewards ``[N, A]`` float32.
         """
         rows = token_rows(token_lists)
-        split = partial(split_tokens, rows)
-        return self._submit_rows(self._fetch_rewards, len(rows), split, on_error)
+        requests = requests_of_tokens(rows)
+        return self._submit_rows(self._fetch_rewards, len(rows), requests, on_error)
 
     async def score_async(
         self,
@@ -231,7 +232,7 @@ class RewardClient(ServerClient[ServerPool]):
     ) -> np.ndarray:
         """Score N samples, as a coroutine: rewards ``[N, A]`` float32."""
         return await self._run_rows(
-            self._fetch_rewards, *_prepare_split(texts, principle), on_error
+            self._fetch_rewards, *_prepare_requests(texts, principle), on_error
         )
 
     async def score_rows_async(
@@ -247,7 +248,7 @@ class RewardClient(ServerClient[ServerPool]):
         The arguments are those of ``score_rows``.
         """
         return await self._run_rows(
-            self._collect, *_prepare_split(texts, principle), on_error, is_probe
+            self._collect, *_prepare_requests(texts, principle), on_error, is_probe
         )
 
     async def score_token_rows_async(
@@ -259,8 +260,8 @@ class RewardClient(ServerClient[ServerPool]):
     ) -> ScoredRows:
         """Score N token sequences, as a coroutine: rewards, and reasons for rejected sequences."""
         rows = token_rows(token_lists)
-        split = partial(split_tokens, rows)
-        return await self._run_rows(self._collect, len(rows), split, on_error, is_probe)
+        requests = requests_of_tokens(rows)
+        return await self._run_rows(self._collect, len(rows), requests, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
         """Fetch the scoring contract of the servers, as a coroutine."""
@@ -299,28 +300,35 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(partial(work, progress), *args, progress=progress)
 
     async def _fetch_rewards(
-        self, progress: Progress, pool: ServerPool, total: int, split: Split, on_error: OnError
+        self,
+        progress: Progress,
+        pool: ServerPool,
+        total: int,
+        requests: list[PartialRequest],
+        on_error: OnError,
     ) -> np.ndarray:
-        return (await self._collect(progress, pool, total, split, on_error)).rewards
+        return (await self._collect(progress, pool, total, requests, on_error)).rewards
 
     async def _collect(
         self,
         progress: Progress,
         pool: ServerPool,
         total: int,
-        split: Split,
+        requests: list[PartialRequest],
         on_error: OnError,
         is_probe: bool = False,
     ) -> ScoredRows:
         check_on_error(on_error)
         return await RowCollector(pool, on_error, is_probe, progress).collect(
-            total, split, self._contract_check.columns
+            total, requests, self._contract_check.columns
         )
 
 
-def _prepare_split(texts: Sequence[Text], principle: Principles) -> tuple[int, Split]:
+def _prepare_requests(
+    texts: Sequence[Text], principle: Principles
+) -> tuple[int, list[PartialRequest]]:
     rows = add_principles(check_texts(texts), principle)
-    return len(rows), partial(split_texts, rows)
+    return len(rows), requests_of_texts(rows)
 
 
 # RowCollector puts the rewards of a call in the caller's order, and records why rows were rejected.
@@ -363,12 +371,14 @@ class RowCollector:
         self._contract_hash: str | None = None
         self._fingerprints: set[str | None] = set()
 
-    async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
+    async def collect(
+        self, total: int, requests: list[PartialRequest], columns: int | None
+    ) -> ScoredRows:
         """Score ``total`` rows.
 
         Args:
             total: number of rows of the call, N.
-            split: splits the call into requests.
+            requests: the call as requests of any size, which are split as servers accept them.
             columns: number of attributes; only needed if all rows are rejected.
 
         Raises:
@@ -377,7 +387,7 @@ class RowCollector:
         """
         self._progress.total = total
         if total:
-            parts, servers = await self._split(total, split)
+            parts, servers = await self._split(total, requests)
             # Only a call of one request has a prefix: a larger one is to use all servers.
             prefix = _common_prefix(parts[0]) if servers > 1 and len(parts) == 1 else None
             try:
@@ -404,19 +414,23 @@ class RowCollector:
             **optional,
         )
 
-    async def _split(self, total: int, split: Split) -> tuple[list[PartialRequest], int]:
+    async def _split(
+        self, total: int, requests: list[PartialRequest]
+    ) -> tuple[list[PartialRequest], int]:
         """Split the call into requests; return also the number of available servers."""
-        limit, servers, compares_rows = await self._pool.limit()
-        if self._is_probe:  # servers count requests of more rows, and no judge compares probes
-            return split(1, None), servers
-        # A call is spread over all servers, even if a single one could take all of it.
-        size = min(limit, _MOST_ROWS, -(-total // servers))
-        if compares_rows is False:
-            return split(size, None), servers
-        if total <= size:
-            return split(size, limit), servers
+        limit, servers = await self._pool.capacity()
+        # A call is spread over all servers, even if a single one could take all of it. Of probes,
+        # servers count requests of more than one row, and no judge compares them.
+        size = 1 if self._is_probe else min(limit, _MOST_ROWS, -(-total // servers))
+        has_groups = total > size and any(request.key and request.rows for request in requests)
+        if self._is_probe or (has_groups and await self._pool.scores_jointly() is False):
+            requests, has_groups = [request.without_groups() for request in requests], False
+
+        def split() -> list[PartialRequest]:
+            return [part for request in requests for part in request.split(size, limit)]
+
         # In a thread: comparing many long prompts would block the event loop for seconds.
-        return await asyncio.to_thread(split, size, limit), servers
+        return (await asyncio.to_thread(split) if has_groups else split()), servers
 
     def _check_call(self, total: int) -> None:
         """Raise the refusal if the call is at fault and not its rows, e.g. for a wrong model name.
@@ -530,8 +544,8 @@ class RowCollector:
             self._errors[row], self._unnamed[row] = refusal.reason, refusal
             self._progress.answered += 1
             return
-        halves = part.halve()
-        if is_too_large and halves[0].key is not part.key:  # a single group was cut
+        halves, is_group_cut = part.halve()
+        if is_too_large and is_group_cut and await self._pool.scores_jointly():
             logger.warning(
                 "%d replies to the same prompt are sent in several requests, so a gateway's judge "
                 "may compare only some of them with each other: %s",

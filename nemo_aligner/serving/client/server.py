@@ -193,6 +193,14 @@ class RemoteServer:
         with self._tracking_request():
             return await self._fetch_contract(HANDSHAKE_S)
 
+    async def check_contract(self) -> None:
+        """Let ``ContractCheck`` know the contract that the server publishes, or that it has none.
+
+        Raises:
+            ServingError: it is another contract than expected, or there was no answer.
+        """
+        await self._check_contract(HANDSHAKE_S)
+
     async def turn_end(self) -> TurnEnd | None:
         """Fetch the text that the chat template writes after a reply; None if none is published.
 
@@ -389,21 +397,7 @@ class RemoteServer:
         RefusedError if the server rejects the token.
         """
         try:
-            contract, fingerprint = await self._fetch_published_contract(timeout_s)
-        except ServingError as error:
-            is_final = isinstance(error, UnavailableError) or _needs_correction(error)
-            if self._reads_contract or is_final:
-                raise
-            # This version cannot parse the contract of a newer one, but each reward carries its
-            # hash.
-            return
-        self._contract_check.check_published(self.name, contract, fingerprint)
-
-    async def _fetch_published_contract(
-        self, timeout_s: float
-    ) -> tuple[ScoringContract | None, str | None]:
-        try:
-            return await self._fetch_contract(timeout_s)
+            contract, fingerprint = await self._fetch_contract(timeout_s)
         except RefusedError as error:
             if _needs_correction(error):
                 raise
@@ -412,7 +406,17 @@ class RemoteServer:
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
-            return None, None
+            # A gateway has an endpoint for the contract, also if it has none, so it never answers
+            # 404; a proxy might.
+            may_be_gateway = error.status != 404 or error.is_foreign
+            self._contract_check.check_published(self.name, None, None, may_be_gateway)
+        except ServingError as error:
+            if self._reads_contract or isinstance(error, UnavailableError):
+                raise
+            # This version cannot parse the contract of a newer one, but each reward carries its
+            # hash.
+        else:
+            self._contract_check.check_published(self.name, contract, fingerprint)
 
     def _set_fault(self, error: ServingError) -> None:
         """Send no more requests, because of a fault that waiting does not fix; log it once."""

@@ -179,10 +179,10 @@ class Route(Generic[T]):
         summary: one line for the OpenAPI page.
         request: model of the body; a body that does not fit is rejected with a one-line message.
         response: model of the answer, for the OpenAPI page.
-        read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
+        read: converts a body to a ``ScoreRequest``; raises ServingError if it is rejected.
         answer: builds the answer of a request that was scored.
         refuse: builds the answer of a request that failed; the body is None if it is unreadable.
-        sets_rows_aside: whether a row that cannot be scored gets a separate error, while the other
+        sets_rows_aside: whether a rejected or unscored row gets a separate error, while the other
             rows are scored. If not, one such row fails the whole request.
         completes_turns: whether a raw text or token row that ends with an end-of-turn token is
             completed with the text that the model's chat template writes after that token

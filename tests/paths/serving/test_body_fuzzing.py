@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,11 @@ from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.partial_requests import (
+    Capacity,
     PartialRequest,
-    Split,
     encode_rows,
-    split_texts,
-    split_tokens,
+    requests_of_texts,
+    requests_of_tokens,
 )
 from nemo_aligner.serving.client.reward import OnError, RowCollector
 from nemo_aligner.serving.engine.rows import Row
@@ -186,8 +185,11 @@ class Engine:
         self.fingerprint = service.fingerprint
         self.faults: list[str] = []
 
-    async def limit(self) -> tuple[int, int]:
-        return FEW_ROWS, 1
+    async def capacity(self) -> Capacity:
+        return Capacity(FEW_ROWS, 1)
+
+    async def scores_jointly(self) -> bool | None:
+        return False
 
     async def infer(
         self, part: PartialRequest, marks: Collection[str] = (), prefix: bytes | None = None
@@ -206,8 +208,7 @@ class Engine:
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        split = partial(split_texts, list(texts))
-        return await self._collect(len(texts), split, on_error)
+        return await self._collect(len(texts), requests_of_texts(texts), on_error)
 
     async def score_token_rows_async(
         self,
@@ -216,12 +217,14 @@ class Engine:
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        split = partial(split_tokens, list(token_lists))
-        return await self._collect(len(token_lists), split, on_error)
+        requests = requests_of_tokens(token_lists)
+        return await self._collect(len(token_lists), requests, on_error)
 
-    async def _collect(self, total: int, split: Split, on_error: OnError) -> ScoredRows:
+    async def _collect(
+        self, total: int, requests: list[PartialRequest], on_error: OnError
+    ) -> ScoredRows:
         collector = RowCollector(self, on_error)  # type: ignore[arg-type]
-        return await collector.collect(total, split, 1)
+        return await collector.collect(total, requests, 1)
 
     async def contract_async(self) -> ScoringContract:
         return self._contract

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
@@ -68,7 +69,9 @@ class Misbehaving:
     def __init__(self, answer: Callable[[list[str]], Answer | None] = refuse) -> None:
         self.answer = answer
         self.asked: list[list[str]] = []
-        self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
+        # Without a contract, like a gateway that has only a judge; or old, like a server of NVIDIA.
+        self.contract: ScoringContract | None = CONTRACT
+        self.limit, self.is_old, self.port = 32, False, 0
         self.fingerprint: str | None = None  # None like a server of an earlier version
         self.not_ready: Answer | None = None
         self.moved: tuple[int, str] | None = None  # status and URL to which it redirects
@@ -146,6 +149,8 @@ class Misbehaving:
         if "/contract/" in path:
             if self.is_old:
                 return 404, {"error": "Request for unknown model: 'contract' is not found"}
+            if self.contract is None:
+                return 400, {"error": "no backend publishes a scoring contract"}
             text = json.dumps(self.contract.to_dict())
             outputs = [output("contract", "BYTES", [1], [text])]
             if self.fingerprint is not None:
@@ -165,7 +170,7 @@ class Misbehaving:
     def _rewards(self, texts: list[str]) -> Any:
         pairs = [value for text in texts for value in (total(text), -total(text))]
         outputs = [output("rewards", "FP32", [len(texts), 2], pairs)]
-        if not self.is_old:
+        if not self.is_old and self.contract is not None:
             hashes = [self.contract.hash] * len(texts)
             outputs.append(output("contract_hash", "BYTES", [len(texts), 1], hashes))
         if self.fingerprint is not None:

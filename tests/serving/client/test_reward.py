@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -11,9 +12,15 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.messages import Conversation, read_text
 from nemo_aligner.serving.client import RefusedError, RewardClient, partial_requests
-from nemo_aligner.serving.client.partial_requests import split_texts, split_tokens
+from nemo_aligner.serving.client.partial_requests import (
+    PartialRequest,
+    requests_of_texts,
+    requests_of_tokens,
+)
+from nemo_aligner.serving.client.server import RemoteServer
+from nemo_aligner.serving.parts import prompt_keys
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
 from tests.serving.client.misbehaving import Misbehaving, eventually, output, refuse, seconds
@@ -202,14 +209,19 @@ def test_refused_for_its_size_a_request_is_sent_in_parts(lone: Misbehaving) -> N
             assert list(client.score_rows(["a", "b"]).errors) == [1]
 
 
+def split_texts(texts: list[Any], size: int, limit: int) -> list[PartialRequest]:
+    return [part for request in requests_of_texts(texts) for part in request.split(size, limit)]
+
+
 def test_split_parts_have_one_kind_of_row_and_those_of_like_length() -> None:
     chat = [{"role": "assistant", "content": "hi"}]
     texts = ["a", chat, "b", "c", chat]
-    parts = split_texts(texts, 2)
+    parts = split_texts(texts, 2, 2)
     assert [part.rows for part in parts] == [[0, 2], [3], [1, 4]]
     for part in parts:
         assert kserve.decode_request(part.inputs).texts == [texts[row] for row in part.rows]
-    parts = split_tokens([[1] * 9, [2], [3] * 8, [4, 4]], 2)
+    (request,) = requests_of_tokens([[1] * 9, [2], [3] * 8, [4, 4]])
+    parts = request.split(2)
     assert [part.rows for part in parts] == [[1, 3], [2, 0]]
     assert [part.inputs["tokens"].shape for part in parts] == [(2, 2), (2, 9)]
 
@@ -260,9 +272,24 @@ def test_split_parts_tell_prompts_by_principle_and_not_by_the_calls_of_a_reply()
     assert [part.rows for part in parts] == [[0, 2], [1, 3]]
     malformed: list[Any] = [5, {"messages": [None, {}]}, 5, [{"role": "user", "content": {1j}}] * 2]
     assert [part.rows for part in split_texts(malformed, 2, 9)] == [[0, 1], [2, 3]]
+    assert [part.rows for part in split_texts([[said]] * 3, 2, 9)] == [[0, 1], [2]]  # no prompt
+
+
+def test_split_parts_have_the_groups_of_the_judge_however_a_prompt_is_spelled() -> None:
+    asked, said = replies(1)[0]
+    spellings = [
+        [asked, said],
+        [{**asked, "name": None}, said],
+        {"messages": [asked, said]},
+        {"messages": [asked, said], "tools": []},
+        {"messages": [asked, said], "tools": None, "principle": None},
+    ]
+    assert [part.rows for part in split_texts(spellings, 1, 9)] == [[0, 1, 2, 3, 4]]
+    assert len(set(asyncio.run(prompt_keys([read_text(each) for each in spellings])))) == 1
 
 
 COMBINED = replace(CONTRACT, shaping=json.dumps({"combine": {}, "model": {}, "judge": {}}))
+OLD: Any = "the contract of a server of NVIDIA's NeMo-Aligner, which publishes none"
 ENSEMBLE = replace(CONTRACT, shaping=json.dumps({"ensemble": {"combine": "mean"}}))
 
 
@@ -276,12 +303,13 @@ def test_replies_to_a_prompt_go_to_one_gateway_if_it_may_compare_them(
         (COMBINED, [1] * 8, [8]),
         (COMBINED, [1] * 4 + [2] * 4, [4, 4]),
         (COMBINED, [1] * 3 + [2] * 5, [3, 5]),
-        (None, [1] * 8, [8]),  # it publishes no contract, like a gateway with only a judge
+        (OLD, [1] * 8, [4, 4]),
+        (None, [1] * 8, [8]),
     ]
     for contract, prompts, sizes in cases:
         for each in (one, other):
             each.asked.clear()
-            each.contract, each.is_old = contract or CONTRACT, contract is None
+            each.contract, each.is_old = contract, contract is OLD
             each.answer = lambda texts: time.sleep(0.02)
         with RewardClient([one.url, other.url]) as client:
             client.score(replies(*prompts))
@@ -294,6 +322,35 @@ def test_replies_to_a_prompt_go_to_one_gateway_if_it_may_compare_them(
         assert not caplog.messages
         client.score(replies(1, 1, 1, 1, 1))
     assert "5 replies to the same prompt are sent in several requests" in caplog.text
+    caplog.clear()
+    one.contract = CONTRACT
+    with RewardClient(one.url) as client:
+        client.score(replies(1, 1, 1, 1, 1))
+    assert not caplog.messages  # nothing is compared
+
+
+def test_contract_is_fetched_once_if_replies_to_a_prompt_do_not_fit_into_one_request(
+    lone: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[RemoteServer] = []
+    check = RemoteServer.check_contract
+    monkeypatch.setattr(
+        RemoteServer, "check_contract", lambda server: fetched.append(server) or check(server)
+    )
+    lone.limit = 1024
+    cases = [(CONTRACT, [128, 128]), (OLD, [128, 128]), (COMBINED, [256]), (None, [256])]
+    for lone.contract, sizes in cases:
+        fetched.clear()
+        lone.is_old = lone.contract is OLD
+        with RewardClient(lone.url) as client:
+            client.score(replies(1, 1))
+            client.score(["a"] * 256)
+            assert not fetched
+            for _ in range(2):
+                lone.asked.clear()
+                client.score(replies(*[1] * 256))
+                assert sorted(map(len, lone.asked)) == sizes
+        assert len(fetched) == 1
 
 
 def test_split_parts_are_encoded_when_they_are_sent(

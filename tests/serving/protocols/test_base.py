@@ -64,6 +64,7 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
         "unscored": 400,
         "busy": 503,
         "unreachable": 503,
+        "slow": 503,
         "internal": 500,
     }
     for route in ROUTES:

@@ -102,5 +102,6 @@ def test_tei_errors_have_its_types() -> None:
         "unscored": "Validation",
         "busy": "Overloaded",
         "unreachable": "Unhealthy",
+        "slow": "Overloaded",
         "internal": "Backend",
     }

@@ -52,8 +52,9 @@ class RewardServers:
     """Client of several servers of one model.
 
     Requests go to the servers in turn; if a server is gone, the next one gets the request. A server
-    whose scoring contract is not that of the first reward is left out for ``_LEFT_OUT_S`` seconds:
-    rewards of two contracts must not be compared. Other weights with the same contract are logged.
+    whose scoring contract is not that of the first reward is left out for ``_LEFT_OUT_S`` seconds,
+    unless all are: rewards of two contracts must not be compared. Other weights with the same
+    contract are logged.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class RewardServers:
         named_urls = [(url.rstrip("/"), _hide_password(url.rstrip("/"))) for url in urls]
         self._named_urls = itertools.cycle(named_urls)
         self._num_servers = len(named_urls)
-        # Servers that are left out, by their names: until when (``time.monotonic``), and why.
-        self._left_out: dict[str, tuple[float, str]] = {}
+        # Until when servers are left out, by their names, in seconds of ``time.monotonic``.
+        self._left_out: dict[str, float] = {}
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
         # The contract hash of the first reward with the name of its server, and all fingerprints.
@@ -112,23 +113,20 @@ class RewardServers:
             await self._session.close()
 
     def _choose_server(self) -> tuple[str, str]:
-        """Return URL and name of the next server that is not left out.
+        """Return URL and name of the next server that is not left out, or of any if all are.
 
-        If its pause has just ended, further requests leave it out until it has answered this one.
-
-        Raises:
-            NoRewardError: all servers are left out; the error says why the last one is.
+        A server whose pause has just ended gets one request. Others leave it out for another
+        ``_LEFT_OUT_S``, or until a reward shows that it has the right contract.
         """
-        now, reason = time.monotonic(), ""
+        now = time.monotonic()
         for _ in range(self._num_servers):
             url, name = next(self._named_urls)
             if name not in self._left_out:
                 return url, name
-            end, reason = self._left_out[name]
-            if now >= end:
-                self._left_out[name] = now + _LEFT_OUT_S, reason
+            if now >= self._left_out[name]:
+                self._left_out[name] = now + _LEFT_OUT_S
                 return url, name
-        raise NoRewardError("provider_unavailable", reason)
+        return next(self._named_urls)  # e.g. a load balancer, which may choose another server now
 
     def _check_model(self, name: str, answer: Mapping[str, Any]) -> None:
         """Raise NoRewardError if a reward has another scoring contract than the first one.
@@ -145,7 +143,7 @@ class RewardServers:
                 f"first reward, from {first_name}; serve one model at all of server_url, or start "
                 "the environment again"
             )
-            self._left_out[name] = time.monotonic() + _LEFT_OUT_S, reason
+            self._left_out[name] = time.monotonic() + _LEFT_OUT_S
             raise NoRewardError("provider_unavailable", reason)
         self._left_out.pop(name, None)
         if self._fingerprints and fingerprint not in self._fingerprints:
