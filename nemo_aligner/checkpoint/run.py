@@ -65,7 +65,7 @@ class RunCheckpoints:
     """The checkpoints of a run in ``folder``, which all ranks can access; methods are collective.
 
     Keeps the newest checkpoint, the ``save_top_k`` best ones by the metric ``monitor``, and, if the
-    metric or its validation records have changed during the run, the best one of each time. The
+    metric, its mode or its validation records have changed, the best one of each time. The
     lower loss on the same validation set breaks a tie: two models with an accuracy of 1 may differ
     in their margins. If the losses are equal, too, the earlier checkpoint wins, so that an equal
     later one need not be saved. Checkpoints that were validated on other records than the current
@@ -234,14 +234,28 @@ class RunCheckpoints:
             self._change_folder(lambda: _make_empty(_partial_path(path)))
         tensors, arrived = self._copy(model, optimizer)
         pending = PendingSave(tensors, _partial_path(path) / STATE_NAME, arrived)
-        self._pending = Saved(path, self._add_monitor(state)), pending
+        self._pending = Saved(path, self._add_ranking(state)), pending
 
-    def _add_monitor(self, state: RunState) -> RunState:
-        """Add the metric that ranks checkpoints now to the ``monitors`` of a state."""
-        name = name_by_records(self.monitor, state)
+    def _add_ranking(self, state: RunState) -> RunState:
+        """Add what ranks checkpoints now to ``ranked_by`` of a state."""
+        name = None if self.monitor is None else name_by_records(self.monitor, state)
         if name is None:
             return state
-        return replace(state, monitors={**state.monitors, name: self._mode.value})
+        ranked_by = dict.fromkeys([*state.ranked_by, f"{name}:{self._mode.value}"])
+        return replace(state, ranked_by=list(ranked_by))
+
+    def count_on_disk(self, fresh: RunState, latest: Saved | None) -> int:
+        """Return how many checkpoints may be on disk at the same time.
+
+        These are the newest one, one that is being written, the ``save_top_k`` best ones, and the
+        best one of each earlier ranking.
+
+        Args:
+            fresh: the state of a new run with the settings and the data of this run.
+            latest: the checkpoint that the run resumes.
+        """
+        earlier = set() if latest is None or self._save_top_k == 0 else {*latest.state.ranked_by}
+        return 2 + self._save_top_k + len(earlier - {*self._add_ranking(fresh).ranked_by})
 
     @property
     def is_written(self) -> bool:
@@ -276,14 +290,15 @@ class RunCheckpoints:
     def amend(self, state: RunState) -> None:
         """Replace the ``run_state.json`` of the checkpoint of step ``state.step`` by ``state``.
 
-        It is called when a checkpoint is validated after it was saved.
+        It is called when a checkpoint is validated after it was saved. Metrics that it already has
+        become ``earlier_metrics``, so that it can stay the best one on their records.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self._change_folder(lambda: _amend(path, self._add_monitor(state)))
+            self._change_folder(lambda: _amend(path, self._add_ranking(state)))
             on_main(self._prune)
 
     def _prune(self) -> None:
@@ -299,11 +314,7 @@ class RunCheckpoints:
         # Keep the newest checkpoint, whatever its metric, because a run resumes from it. If the
         # metric or the validation records have changed, also keep the best one of earlier times,
         # because its metrics do not show that a later one is better.
-        best: list[Saved] = []
-        for item in ranked:
-            if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
-                best.append(item)
-        best += self._list_best_by_monitor(saved)
+        best = self._list_best_of_rankings(saved)
         retained = {item.path for item in (*ranked[: self._save_top_k], *best, saved[-1])}
         # Training waits only until the folders are renamed, which is quick and atomic.
         doomed = []
@@ -313,20 +324,24 @@ class RunCheckpoints:
                     doomed.append(_rename_removed(item.path))
         self._deletion = in_background(partial(_delete, doomed))
 
-    def _list_best_by_monitor(self, saved: Sequence[Saved]) -> list[Saved]:
-        """List the best checkpoint by each metric that has ranked the run's checkpoints so far."""
+    def _list_best_of_rankings(self, saved: Sequence[Saved]) -> list[Saved]:
+        """List the best checkpoint by each ranking of the run so far; ``saved`` is by step."""
         if self._save_top_k == 0:
             return []
-        monitors = dict(pair for item in saved for pair in item.state.monitors.items())
-        best = []
-        for monitor, mode in monitors.items():
-            keys = [
-                rank_key(metrics_by_records(item.state), monitor, MonitorMode(mode))
+        best: list[Saved] = []
+        # States of earlier versions do not tell what ranked them. Take the metric of this name.
+        for item in self._rank_checkpoints([item for item in saved if not item.state.ranked_by]):
+            if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
+                best.append(item)
+        for ranking in {ranking for item in saved for ranking in item.state.ranked_by}:
+            monitor, _, mode = ranking.rpartition(":")
+            scored = [
+                (key, item)
                 for item in saved
+                if (key := rank_key(metrics_by_records(item.state), monitor, MonitorMode(mode)))
             ]
-            scored = [(key, item) for key, item in zip(keys, saved, strict=True) if key is not None]
-            if scored:
-                best.append(min(scored, key=lambda keyed: (keyed[0], keyed[1].state.step))[1])
+            # Of equal ones, ``min`` returns the first, which is the earliest.
+            best += [min(scored, key=lambda keyed: keyed[0])[1]] if scored else []
         return best
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
@@ -501,8 +516,9 @@ def _publish(saved: Saved) -> None:
 
 
 def _amend(path: Path, state: RunState) -> None:
-    """Replace the state file of the checkpoint at ``path``, atomically."""
+    """Replace the state file of the checkpoint at ``path``, atomically, and keep its metrics."""
     with replacing(path / RUN_STATE_NAME, sync=True) as partial_file:
+        state = replace(state, earlier_metrics=metrics_by_records(read_saved(path).state))
         partial_file.write_text(format_state(state), encoding="utf-8")
 
 

@@ -42,8 +42,10 @@ class RunState:
         validations_since_best: number of validations since that best value.
         validated_on: digest of the records of each validation set, by the set's name; None in
             states of earlier versions.
-        monitors: ``min`` or ``max`` for each metric that has ranked the run's checkpoints so far,
-            by its name with the digest of the set's records as the set, ``<digest>/accuracy``.
+        ranked_by: everything that has ranked the run's checkpoints so far: a metric, with the
+            digest of its records as the set, and the mode, such as ``<digest>/accuracy:max``.
+        earlier_metrics: results of earlier validations of this step, before the validation files
+            changed, by names such as ``<digest>/accuracy``.
     """
 
     step: int
@@ -55,11 +57,12 @@ class RunState:
     best_value: float | None = None
     validations_since_best: int = 0
     validated_on: dict[str, str] | None = None
-    monitors: dict[str, str] = field(default_factory=dict)
+    ranked_by: list[str] = field(default_factory=list)
+    earlier_metrics: dict[str, float] = field(default_factory=dict)
 
 
 # Fields that may be missing, because earlier versions did not write them.
-_ADDED = ("best_value", "validations_since_best", "validated_on", "monitors")
+_ADDED = ("best_value", "validations_since_best", "validated_on", "ranked_by", "earlier_metrics")
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,11 @@ def read_saved(path: Path) -> Saved:
             )
         stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in stored_names})
-        metrics = {
-            name: math.nan if value is None else value for name, value in state.metrics.items()
-        }
-        return Saved(path, replace(state, metrics=metrics))
+        metrics, earlier_metrics = (
+            {name: math.nan if value is None else value for name, value in stored.items()}
+            for stored in (state.metrics, state.earlier_metrics)
+        )
+        return Saved(path, replace(state, metrics=metrics, earlier_metrics=earlier_metrics))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file}: there is no such file, so the checkpoint is not complete"
@@ -124,39 +128,45 @@ def with_current_names(state: RunState, current: RunState) -> RunState:
     """Name each validation set of ``state`` as ``current`` names the set of the same records.
 
     The name of a set follows from the list of all validation files, so another file may change it.
-    A set whose records are not in ``current`` keeps its name, but is left out if another set of
-    ``state`` gets that name.
+    Sets of ``earlier_metrics`` count, too, if their records are in ``current``. Another set whose
+    records are not in ``current`` keeps its name, unless another set of ``state`` now has it.
     """
     old, new = state.validated_on, current.validated_on
     if old is None or new is None:
         return state
+    earlier = {split_name(name).set_name for name in state.earlier_metrics} - {*old.values()}
+    sets = {**old, **{digest: digest for digest in earlier}}
     new_names: dict[str, list[str]] = {}
-    for name, digest in old.items():
-        unmatched = [] if new.get(name) in old.values() else [name]
+    for name, digest in sets.items():
+        # Checkpoints that were validated on other records are ranked by the old names, behind the
+        # others. But two sets must not get one name, or the metrics of one would hide the other's.
+        keeps_name = name in old and new.get(name) not in sets.values()
+        unmatched = [name] if keeps_name else []
         new_names[name] = [other for other in new if new[other] == digest] or unmatched
     metrics = {}
-    for full_name, value in state.metrics.items():
+    for full_name, value in {**state.metrics, **state.earlier_metrics}.items():
         set_name, metric = split_name(full_name)
-        for new_name in new_names.get(set_name, [set_name]):
+        for new_name in new_names.get(set_name, []):
             metrics[f"{new_name}/{metric}"] = value
-    validated_on = {other: old[name] for name, names in new_names.items() for other in names}
+    validated_on = {other: sets[name] for name, names in new_names.items() for other in names}
     return replace(state, metrics=metrics, validated_on=validated_on)
 
 
-def name_by_records(monitor: str | None, state: RunState) -> str | None:
+def name_by_records(name: str, state: RunState) -> str | None:
     """Name a metric of ``state`` with the digest of the set's records in place of the set's name.
 
     None without such a set.
     """
-    set_name, metric = split_name(str(monitor))
+    set_name, metric = split_name(name)
     digest = (state.validated_on or {}).get(set_name)
     return None if digest is None else f"{digest}/{metric}"
 
 
 def metrics_by_records(state: RunState) -> dict[str, float]:
-    """Return the metrics of ``state`` by the names that ``name_by_records`` gives them."""
+    """Return the metrics of ``state``, also the earlier ones, as ``name_by_records`` names them."""
     named = ((name_by_records(name, state), value) for name, value in state.metrics.items())
-    return {name: value for name, value in named if name is not None}
+    own = {name: value for name, value in named if name is not None}
+    return {**state.earlier_metrics, **own}
 
 
 def name_of_loss(monitor: str) -> str:

@@ -64,7 +64,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             *([] if names_precision or start is not None else _describe_precision(config)),
             f"scoring contract: {run.data.contract.hash}",
             _render_memory(fullest_stage(run.shape, plan), plan.packs),
-            _check_output(config, run.shape),
+            _check_output(config, run.shape, folder),
             *_describe_start(folder, run.total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
             f"no weights and wrote {_describe_written(run)}.",
@@ -168,7 +168,7 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     )
 
 
-def _check_output(config: TrainConfig, shape: ModelShape) -> str:
+def _check_output(config: TrainConfig, shape: ModelShape, run: RunFolder) -> str:
     """Check that the run's folder is writable, and compare its free space with the checkpoints.
 
     Raises:
@@ -187,9 +187,7 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
     if shape.lora is not None:  # LoRA: checkpoints have no frozen weights
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
     checkpoint_bytes = saved * (size + _OPTIMIZER_BYTES)
-    # Count the checkpoints that are on disk at the same time: the ``save_top_k`` best ones, the
-    # newest one, and one that is being written.
-    count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
+    count = run.checkpoints.count_on_disk(run.fresh, run.latest)
     free = shutil.disk_usage(existing).free
     note = "" if count * checkpoint_bytes <= free else ": TOO LITTLE for them"
     return (

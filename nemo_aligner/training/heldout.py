@@ -45,9 +45,10 @@ def delete_earlier_rewards(run: Path, unchanged_sets: Collection[str]) -> None:
     """
 
     def delete() -> None:
-        for path in (run / HELDOUT_NAME).glob("*.jsonl"):
-            if path.stem not in unchanged_sets:
-                path.unlink()
+        for kind in ("validation", "test"):
+            for path in (run / HELDOUT_NAME).glob(f"{kind}-*.jsonl"):
+                if path.stem not in unchanged_sets:
+                    path.unlink()
 
     consequence = "the report may show rewards of an earlier model"
     attempt_output(delete, HELDOUT_NAME, "deleting earlier rewards", consequence)

@@ -15,7 +15,6 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, check_same_run
 from nemo_aligner.checkpoint.run_state import (
     RunState,
     Saved,
-    name_by_records,
     same_validation,
     with_current_names,
 )
@@ -137,14 +136,15 @@ def resumed_state(fresh: RunState, previous: RunState, monitor: str | None) -> R
 
     Early stopping counts from 0 again if the metric ``monitor`` or the records of its set have
     changed, because old and new values cannot be compared. If these records have changed, the
-    metrics of the checkpoint are also dropped, so that its step is validated again. If only the
-    records of other sets have changed, the metrics on those are dropped.
+    metrics of the checkpoint are also dropped, so that its step is validated again, unless it has
+    ``earlier_metrics`` on the new ones. If only the records of other sets have changed, the metrics
+    on those are dropped.
     """
     state = replace(
         fresh,
         step=previous.step,
         consumed_samples=previous.consumed_samples,
-        monitors=previous.monitors,
+        ranked_by=previous.ranked_by,
     )
     renamed = with_current_names(previous, fresh)
     if not same_validation(renamed, fresh, monitor):
@@ -277,19 +277,20 @@ def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
 def changes_since(latest: Saved, fresh: RunState, monitor: str | None) -> list[str]:
     """List what has changed since a checkpoint, one line for each setting or validation set.
 
-    A line tells if ``monitor``, the metric that ranks checkpoints, was measured on other records.
+    A line tells if ``monitor``, the metric that ranks checkpoints, was last measured on other
+    records.
     """
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
-    renamed = with_current_names(latest.state, fresh)
+    # Earlier metrics are left out: they rank checkpoints, but early stopping starts over.
+    renamed = with_current_names(replace(latest.state, earlier_metrics={}), fresh)
     old, new = renamed.validated_on or {}, fresh.validated_on or {}
     changed_sets = [name for name in new if old.get(name, new[name]) != new[name]]
     lines += [f"  changed since: the records of {name}" for name in changed_sets]
-    # If an earlier part of the run was ranked on these records, its best checkpoint is still there.
-    has_ranked = name_by_records(monitor, fresh) in renamed.monitors
-    if not has_ranked and not same_validation(renamed, fresh, monitor):
+    if renamed.validated_on != {} and not same_validation(renamed, fresh, monitor):
         lines.append(
-            "  earlier validations used other records: the search for the best checkpoint restarts"
+            "  the last validations used other records, so they do not count for the best "
+            "checkpoint or early stopping"
         )
     return lines
 

@@ -97,7 +97,6 @@ def train(
         start, total_steps = resume(folder, config, learner), run.total_steps
         if is_main():
             facts.begin(descriptions)
-            delete_earlier_rewards(run_folder, folder.unchanged_sets)
         early_stopping.restore(start)
         if start.step >= total_steps or early_stopping.is_over:
             say(f"step {start.step} was the last; writing the model again")
@@ -107,6 +106,8 @@ def train(
         trainer = SupervisedTrainer(
             learner, config, total_steps, start, checkpoints, loggers, stop, early_stopping
         )
+        if is_main():
+            delete_earlier_rewards(run_folder, folder.unchanged_sets)
         outcome = trainer.fit()
         exported = finish(outcome, checkpoints, learner, pretrained, config)
         if exported is not None:

@@ -97,7 +97,7 @@ def mlflow_name(name: str) -> str:
     escaped = _MLFLOW_ESCAPED.sub(lambda match: f"_X{ord(match[0]):x}_", name)
     if len(escaped) <= _MLFLOW_LENGTH:
         return escaped
-    middle = f"_{hashlib.sha256(name.encode()).hexdigest()[:16]}_"
+    middle = f"_{hashlib.sha256(escaped.encode()).hexdigest()[:16]}_"
     start = _MLFLOW_LENGTH - _MLFLOW_END - len(middle)
     return escaped[:start] + middle + escaped[-_MLFLOW_END:]
 

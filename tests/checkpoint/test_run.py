@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved, check_s
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.launch import launch
+from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.refusals import refusals
 
@@ -374,7 +376,9 @@ def test_runs_know_a_set_by_its_records_and_delete_no_best_one_of_an_earlier_tim
     assert steps(checkpoints.ranked()) == [8, 9, 5]
 
 
-def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:
+def test_runs_take_the_metrics_of_a_validation_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = RunCheckpoints(tmp_path, "validation/accuracy")
     assert save(checkpoints, {2: 0.5, 4: None}) == [2, 4]
     state = RunState(4, 32, {"validation/accuracy": 0.7}, best_value=0.7)
@@ -384,5 +388,70 @@ def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -
     assert latest.state == state
     assert steps(checkpoints.list_saved()) == [4]  # the other one was deleted
     assert sorted(path.name for path in latest.path.iterdir()) == ["run_state.json", "state"]
-    with pytest.raises(CheckpointError, match="step_00000005: not saved"):
+    with pytest.raises(CheckpointError, match=r"step_00000005.*: there is no such file"):
         checkpoints.amend(RunState(5, 40))
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(run, "format_state", full)
+    with pytest.raises(CheckpointError, match="step_00000004: not saved: the disk is full"):
+        checkpoints.amend(state)
+
+
+@pytest.mark.parametrize(("mode", "sign"), [(MonitorMode.max, 1), (MonitorMode.min, -1)])
+def test_runs_keep_the_best_one_although_it_is_validated_again_on_other_records(
+    mode: MonitorMode, sign: int, tmp_path: Path
+) -> None:
+    """The best one is often the newest, which a resumed run validates again."""
+
+    def resume(
+        digest: str, values: dict[int, float], top_k: int = 1, mode: MonitorMode = mode
+    ) -> tuple[RunCheckpoints, int]:
+        checkpoints = RunCheckpoints(tmp_path, "v/accuracy", mode, top_k)
+        fresh, latest = RunState(0, 0, validated_on={"v": digest}), checkpoints.latest()
+        start = fresh if latest is None else resumed_state(fresh, latest.state, "v/accuracy")
+        checkpoints.compare_with(fresh)
+        for step, value in values.items():
+            state = replace(start, step=step, metrics={"v/accuracy": sign * value, "v/loss": NAN})
+            if step == start.step:
+                checkpoints.amend(state)
+            else:
+                checkpoints.save(state, Model(), Optimizer())
+        checkpoints.publish()
+        return checkpoints, checkpoints.count_on_disk(fresh, latest)
+
+    def left(*arguments: Any, **options: Any) -> list[int]:
+        saved = resume(*arguments, **options)[0].list_saved()
+        assert {name for item in saved for name in item.state.metrics} == {"v/accuracy", "v/loss"}
+        return steps(saved)
+
+    assert left("a", {1: 0.7, 2: 0.9}) == [2]
+    assert left("b", {2: 0.5, 3: 0.6, 4: 0.6, 5: 0.4}, top_k=2) == [2, 3, 4, 5]
+    checkpoints, count = resume("a", {})
+    leader = checkpoints.leader()
+    assert leader is not None
+    assert leader.state.step == 2
+    metrics = {name: value for name, value in leader.state.metrics.items() if value == value}
+    assert metrics == {"v/accuracy": sign * 0.9}
+    assert count == 4  # the newest, one being written, and the best on a and on b
+    # Of the best two on b, which are equal, the earlier one stays.
+    assert left("a", {6: 0.1}) == [2, 3, 6]
+    # The newest one is the best on c, and stays although no step is saved while c is in use.
+    assert left("c", {6: 0.5}) == [2, 3, 6]
+    assert left("d", {6: 0.1, 7: 0.2}) == [2, 3, 6, 7]
+    (other,) = {*MonitorMode} - {mode}
+    assert left("a", {8: 0.05, 9: 0.2}, mode=other) == [2, 3, 6, 7, 8, 9]
+    assert resume("a", {}, top_k=0)[1] == 2
+    assert left("a", {10: 0.3}, top_k=0) == [10]
+
+
+def test_runs_keep_the_best_one_of_an_earlier_version_whose_set_is_gone(tmp_path: Path) -> None:
+    """States of earlier versions do not tell what ranked them."""
+    for sets, values in (({"x": "a", "w": "b"}, {1: 0.9, 2: 0.5, 3: 0.5}), ({"x": "b"}, {4: 0.6})):
+        checkpoints = RunCheckpoints(tmp_path, "x/accuracy")
+        checkpoints.compare_with(RunState(0, 0, validated_on=sets))
+        for step, value in values.items():
+            metrics = {f"{name}/accuracy": value if name == "x" else 0.1 * step for name in sets}
+            checkpoints.save(RunState(step, 0, metrics, validated_on=sets), Model(), Optimizer())
+        left = steps(checkpoints.list_saved())
+        for file in tmp_path.glob("step_*/run_state.json"):
+            file.write_text(json.dumps({**json.loads(file.read_text()), "ranked_by": []}))
+    assert left == [1, 4]

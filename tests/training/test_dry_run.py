@@ -142,7 +142,10 @@ def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
         f"begins: after step 2 of {tmp_path}/checkpoints/step_00000002, with 7 steps left" in output
     )
     assert "changed since: model.optim.lr: 0.001 -> 0.01" in output
-    assert "the last step; only the model will be written" in check(folder, run, two)
+    assert ", and up to 3 exist at once; " in output
+    output = check(folder, run, two, "exp_manager.checkpoint_callback_params.monitor=loss")
+    assert "the last step; only the model will be written" in output
+    assert ", and up to 4 exist at once; " in output  # the best one by accuracy stays
     with pytest.raises(AlignerError, match=r"model\.seed: the checkpoint has 1234, this run 5"):
         check(folder, run, "model.seed=5")
     with pytest.raises(AlignerError, match="resume_if_exists: got false"):

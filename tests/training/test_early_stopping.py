@@ -101,7 +101,7 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         assert state.metrics == ({} if has_other_records else judged), change
         changes = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now), NAME)
         assert (
-            "the search for the best checkpoint restarts" in "".join(changes)
+            "the last validations used other records" in "".join(changes)
         ) == has_other_records, change
 
 
@@ -112,34 +112,45 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
         {"exp_manager": {"checkpoint_callback_params": {"monitor": name}}}
         for name in (NAME, "x/accuracy")
     )
-    for before, after, config, monitor, kept, best in (
-        ({"validation": "a"}, both, {}, NAME, {"validation"}, 0.5),
-        ({"validation": "a"}, swapped, named, NAME, {"validation"}, 0.5),
-        ({"validation": "a"}, swapped, {}, "more/accuracy", set(), None),
-        (both, swapped, {}, "more/accuracy", {"validation", "more"}, None),
-        (both, {"validation": "a", "more": "c"}, {}, NAME, {"validation"}, 0.5),
-        (both, {"validation": "a"}, {}, NAME, {"validation"}, 0.5),
-        (both, {"validation": "c", "more": "b"}, {}, NAME, set(), None),
+    renamed = (named_x, named)
+    for before, after, configs, monitor, kept, best in (
+        ({"validation": "a"}, both, ({}, {}), NAME, {"validation"}, 0.5),
+        ({"validation": "a"}, swapped, (named, named), NAME, {"validation"}, 0.5),
+        ({"validation": "a"}, swapped, ({}, {}), "more/accuracy", set(), None),
+        (both, swapped, ({}, {}), "more/accuracy", {"validation", "more"}, None),
+        (both, {"validation": "a", "more": "c"}, ({}, {}), NAME, {"validation"}, 0.5),
+        (both, {"validation": "a"}, ({}, {}), NAME, {"validation"}, 0.5),
+        (both, {"validation": "c", "more": "b"}, ({}, {}), NAME, set(), None),
         # Another file may rename a set, also to the name that another set had.
-        ({"x": "a"}, both, {}, NAME, {"validation"}, 0.5),
-        ({"validation": "b", "x": "a"}, both, named, NAME, {"validation", "more"}, 0.5),
-        ({"x": "a", "validation": "d"}, {"validation": "a"}, named, NAME, {"validation"}, 0.5),
+        ({"x": "a"}, both, ({}, {}), NAME, {"validation"}, 0.5),
+        ({"validation": "b", "x": "a"}, both, renamed, NAME, {"validation", "more"}, 0.5),
+        ({"x": "a", "validation": "d"}, {"validation": "a"}, renamed, NAME, {"validation"}, 0.5),
     ):
         metrics = {f"{name}/accuracy": 0.4 for name in before}
-        previous = named_x if config is named and "x" in before else config
-        left = RunState(3, 24, metrics, {}, previous, {}, 0.5, 2, before)
-        fresh = RunState(0, 0, config=config, validated_on=after)
+        left = RunState(3, 24, metrics, {}, configs[0], {}, 0.5, 2, before)
+        fresh = RunState(0, 0, config=configs[1], validated_on=after)
         state = resumed_state(fresh, left, monitor)
         assert state.metrics == {f"{name}/accuracy": 0.4 for name in kept}, after
         count = (state.best_value, state.validations_since_best)
         assert count == (best, 2 if best else 0), after
         (*_, last) = ("", *changes_since(Saved(Path("step_3"), left), fresh, monitor))
-        assert ("the search for the best checkpoint restarts" in last) == (not kept), after
+        assert ("the last validations used other records" in last) == (not kept), after
     # A part of the run without validation data forgets nothing.
-    left = RunState(3, 24, validated_on={}, monitors={"a/accuracy": "max"})
+    left = RunState(3, 24, validated_on={}, ranked_by=["a/accuracy:max"])
     fresh = RunState(0, 0, validated_on=both)
     assert changes_since(Saved(Path("step_3"), left), fresh, NAME) == []
-    assert resumed_state(fresh, left, NAME).monitors == left.monitors
+    assert resumed_state(fresh, left, NAME).ranked_by == left.ranked_by
+    # Back on the records of a still earlier part, the step need not be validated on them again, but
+    # early stopping starts over.
+    metrics, earlier = {NAME: 0.4}, {"a/accuracy": 0.3}
+    left = replace(left, metrics=metrics, earlier_metrics=earlier, validated_on={"validation": "d"})
+    state = resumed_state(fresh, replace(left, best_value=0.5), NAME)
+    assert (state.metrics, state.best_value, state.earlier_metrics) == ({NAME: 0.3}, None, {})
+    assert changes_since(Saved(Path("step_3"), left), fresh, NAME) == [
+        "  changed since: the records of validation",
+        "  the last validations used other records, so they do not count for the best checkpoint "
+        "or early stopping",
+    ]
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:
@@ -161,7 +172,7 @@ def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: P
     heldout.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tiny.run_verb("train", *settings, "trainer.rm.max_steps=6").stdout
     assert "changed since: the records of validation-heldout" in output
-    assert "the search for the best checkpoint restarts" in output
+    assert "the last validations used other records" in output
     shown = output[output.index("checkpoints, the best first") :].splitlines()[2:6]
     assert [line.split()[1] for line in shown if "on other validation records" in line] == ["2"]
     chosen = [line.split()[1] for line in shown if "(chosen)" in line]

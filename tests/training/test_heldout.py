@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from nemo_aligner.data.records import Record
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.evaluation.report.figures import heldout_sets
 from nemo_aligner.evaluation.report.run_report import read_report
+from nemo_aligner.training import run
 from nemo_aligner.training.describe import list_heldout_files
 from nemo_aligner.training.heldout import HeldoutRewards, delete_earlier_rewards
 from nemo_aligner.training.run import train
 from nemo_aligner.training.run_facts import RunFacts
+from nemo_aligner.utils.errors import ConfigError
 from tests.data import files
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
@@ -244,7 +247,9 @@ def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> 
     assert facts["peak_memory"]["host"] > 1e7
 
 
-def test_heldout_rewards_at_the_end_of_a_run_are_the_models(base: Path, tmp_path: Path) -> None:
+def test_heldout_rewards_at_the_end_of_a_run_are_the_models(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The best step is the first: what the run learns is wrong on the validation set."""
     train_file = tiny.write_pairs(tmp_path / "train.jsonl", 24)
     pairs = files.rows_of(train_file)
@@ -278,8 +283,15 @@ def test_heldout_rewards_at_the_end_of_a_run_are_the_models(base: Path, tmp_path
     # Also of a run that is only exported again, with a schedule that would need more steps. What an
     # earlier part of the run wrote on other sets is deleted.
     (path,) = (tmp_path / "run/heldout").iterdir()
-    for name in ("validation-gone", "test-held"):
-        path.with_name(f"{name}.jsonl").write_text(path.read_text())
+    names = ("validation-gone", "test-held", "yours")
+    copies = [path.with_name(f"{name}.jsonl") for name in names]
+    for copy in copies:
+        copy.write_text(path.read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "build_loggers", Mock(side_effect=ConfigError("no logger")))
+        with pytest.raises(ConfigError, match="no logger"):
+            check("trainer.rm.max_steps=2")
+    assert sorted(path.parent.iterdir()) == sorted([path, *copies])
     path.unlink()
     check("trainer.rm.max_steps=2", "model.optim.sched.constant_steps=10")
-    assert list((tmp_path / "run/heldout").iterdir()) == [path]
+    assert sorted(path.parent.iterdir()) == [path, copies[-1]]
