@@ -206,7 +206,7 @@ class RunCheckpoints:
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
-        if rank_key(metrics, self.monitor, self._mode) is None:
+        if self._sort_key(metrics) is None:
             return False
         # Rank the new checkpoint with the largest step, so that it loses every tie, as it would if
         # it were saved now.
@@ -244,6 +244,10 @@ class RunCheckpoints:
         ranked_by = dict.fromkeys([*state.ranked_by, f"{name}:{self._mode.value}"])
         return replace(state, ranked_by=list(ranked_by))
 
+    def _rankings_of(self, state: RunState) -> list[str]:
+        """Return ``ranked_by`` of a state; in one of an earlier version, what ranks it now."""
+        return state.ranked_by or self._add_ranking(state).ranked_by
+
     def count_on_disk(self, fresh: RunState, latest: Saved | None) -> int:
         """Return how many checkpoints may be on disk at the same time.
 
@@ -254,8 +258,10 @@ class RunCheckpoints:
             fresh: the state of a new run with the settings and the data of this run.
             latest: the checkpoint that the run resumes.
         """
-        earlier = set() if latest is None or self._save_top_k == 0 else {*latest.state.ranked_by}
-        return 2 + self._save_top_k + len(earlier - {*self._add_ranking(fresh).ranked_by})
+        if latest is None or self._save_top_k == 0:
+            return 2 + self._save_top_k
+        earlier = {*self._rankings_of(latest.state)} - {*self._rankings_of(fresh)}
+        return 2 + self._save_top_k + len(earlier)
 
     @property
     def is_written(self) -> bool:
@@ -298,8 +304,20 @@ class RunCheckpoints:
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self._change_folder(lambda: _amend(path, self._add_ranking(state)))
+            self._change_folder(lambda: self._amend(path, state))
             on_main(self._prune)
+
+    def _amend(self, path: Path, state: RunState) -> None:
+        """Replace the state file of the checkpoint at ``path`` atomically, and keep its metrics."""
+        with replacing(path / RUN_STATE_NAME, sync=True) as partial_file:
+            replaced = read_saved(path).state
+            rankings = [*self._rankings_of(replaced), *self._add_ranking(state).ranked_by]
+            state = replace(
+                state,
+                ranked_by=list(dict.fromkeys(rankings)),
+                earlier_metrics=metrics_by_records(replaced),
+            )
+            partial_file.write_text(format_state(state), encoding="utf-8")
 
     def _prune(self) -> None:
         """Delete the checkpoints that are neither the newest nor among the best.
@@ -329,11 +347,12 @@ class RunCheckpoints:
         if self._save_top_k == 0:
             return []
         best: list[Saved] = []
-        # States of earlier versions do not tell what ranked them. Take the metric of this name.
-        for item in self._rank_checkpoints([item for item in saved if not item.state.ranked_by]):
+        # Early versions wrote no digests of the records.
+        without_digests = [item for item in saved if item.state.validated_on is None]
+        for item in self._rank_checkpoints(without_digests):
             if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
                 best.append(item)
-        for ranking in {ranking for item in saved for ranking in item.state.ranked_by}:
+        for ranking in {ranking for item in saved for ranking in self._rankings_of(item.state)}:
             monitor, _, mode = ranking.rpartition(":")
             scored = [
                 (key, item)
@@ -383,15 +402,15 @@ class RunCheckpoints:
             raise CheckpointError(f"{error}. {advice}") from error
 
     def _rank_checkpoints(self, saved: list[Saved]) -> list[Saved]:
-        def key_of(item: Saved) -> tuple[float, float] | None:
-            return rank_key(item.state.metrics, self.monitor, self._mode)
-
         def order(item: Saved) -> tuple[Any, ...]:
             has_other_records = not self.is_comparable(item)
-            return has_other_records, key_of(item), item.state.step
+            return has_other_records, self._sort_key(item.state.metrics), item.state.step
 
-        scored = [item for item in saved if key_of(item) is not None]
+        scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
         return sorted(scored, key=order)
+
+    def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+        return rank_key(metrics, self.monitor, self._mode)
 
 
 def check_same_run(
@@ -513,13 +532,6 @@ def _publish(saved: Saved) -> None:
         _delete([_rename_removed(path)])
     partial_path.rename(path)
     sync_to_disk(path.parent)
-
-
-def _amend(path: Path, state: RunState) -> None:
-    """Replace the state file of the checkpoint at ``path``, atomically, and keep its metrics."""
-    with replacing(path / RUN_STATE_NAME, sync=True) as partial_file:
-        state = replace(state, earlier_metrics=metrics_by_records(read_saved(path).state))
-        partial_file.write_text(format_state(state), encoding="utf-8")
 
 
 def _rename_removed(path: Path) -> Path:

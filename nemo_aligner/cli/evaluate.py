@@ -20,7 +20,7 @@ from nemo_aligner.cli.parser import (
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import is_first_rank
-from nemo_aligner.utils.writing import check_outputs
+from nemo_aligner.utils.writing import check_outputs, check_replaces_nothing_in
 
 _EVALUATE = """\
 Measure a reward model on held-out pairs or ratings.
@@ -145,6 +145,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _check_replaces_nothing_of(run: Path, output: Path) -> None:
     """Raise ConfigError if ``output`` is a file of ``run``; in a run's folder it may be a page."""
+    check_replaces_nothing_in(run, "output", output)
     files = [run] if run.is_dir() else [run.with_suffix(end) for end in (".json", ".jsonl")]
     for file in files:
         check_outputs({"output": output}, {"a file to draw": file})

@@ -19,7 +19,11 @@ from nemo_aligner.data.records import as_json, without_other_kinds
 from nemo_aligner.utils.cache import cache_folder, cached_file
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, DataError, short
-from nemo_aligner.utils.writing import check_outputs, temporary_beside
+from nemo_aligner.utils.writing import (
+    check_outputs,
+    check_replaces_nothing_in,
+    temporary_beside,
+)
 
 _DEFAULT_SPLIT = "train"
 # ORGANIZATION/NAME, ORGANIZATION/NAME:SPLIT or ORGANIZATION/NAME:SUBSET:SPLIT
@@ -129,7 +133,8 @@ def fetch(
         ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
         DataError: there is no such data set, subset or split, or the hub cannot be reached.
     """
-    check_outputs({"output": output}, {"the data set": Path(name)})
+    check_outputs({"output": output}, {})
+    check_replaces_nothing_in(Path(name), "output", output)
     datasets = _import_datasets("data sets of the hub need")
     datasets.disable_progress_bars()
     described = _describe(name, subset, split)

@@ -85,7 +85,8 @@ class ReaderConfig:
     ties: bool = False
     neutral: float | None = 1.0
     contradicting: Contradicting = Contradicting.keep
-    name: str | None = None
+    # Progress files of ``data label`` store the repr, and rewards do not depend on the name.
+    name: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:

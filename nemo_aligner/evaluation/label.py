@@ -27,8 +27,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.formats import format_named
-from nemo_aligner.data.formats.base import LABEL_MARGIN, PairKeys
-from nemo_aligner.data.formats.pairs import MARGIN, has_margin
+from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.formats.teacher import (
     CHOSEN_PROBABILITY,
     TEACHER,
@@ -38,11 +37,12 @@ from nemo_aligner.data.formats.teacher import (
 from nemo_aligner.data.hub import local_file
 from nemo_aligner.data.label_summary import SoftLabelSummary
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, as_json
+from nemo_aligner.data.records import Comparison, Record, as_json
 from nemo_aligner.data.token_cache import FileStat, check_unchanged, content_digest
 from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.evaluation.pseudo_labels import check_orderable, order_by_teacher
 from nemo_aligner.evaluation.sources import (
     RewardSource,
     check_finite,
@@ -60,6 +60,7 @@ from nemo_aligner.utils.writing import check_outputs, write_lines
 logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.
 _PART = 512
+_ATTEMPTS = 3  # to get the reward of a sample that is too slow
 _URLS = ("http://", "https://")
 _OPTIONS = ServerSettings(
     server="--model",
@@ -117,7 +118,7 @@ def label_file(options: Labelling) -> None:
     if options.keep_confident is not None:
         _check_pairs(file)
     if options.pseudo_labels:
-        _check_orderable(file)
+        check_orderable(file)
     digest = content_digest(path)
     check_unchanged(path, previous, "read")
     with ExitStack() as stack:
@@ -202,21 +203,6 @@ def _check_pairs(file: RecordFile) -> None:
                 f"{record.origin}: it has {len(record.texts)} replies, and --keep-confident "
                 "compares the two of a pair. Omit the option"
             )
-
-
-# Formats in which the order of the replies can be rewritten: those with two fields for the replies,
-# and those with a list of ranks.
-_TWO_FIELDS = ("chat_pairs", "text_pairs", "hh", "alpaca_pairs", "sharegpt_pairs")
-_RANKED = ("responses", "nemo_rl_preference")
-
-
-def _check_orderable(file: RecordFile) -> None:
-    if file.format not in (*_TWO_FIELDS, *_RANKED):
-        raise ConfigError(
-            f"--pseudo-labels: not supported for the format {file.format}; it can rewrite the "
-            f"order of {', '.join((*_TWO_FIELDS, *_RANKED))}. Omit the option, and train on the "
-            "soft labels"
-        )
 
 
 # Scoring with one teacher.
@@ -304,29 +290,39 @@ def _score_records(
     if done:
         say(f"{source.name}: {done} of {total} records were scored before")
     for start in range(done, total, _PART):
-        part = file.records[start : start + _PART]
-        samples = [text for record in part for text in record.texts]
-        scored = source.scorer.score_rows(samples)
-        origins = [record.origin for record in part for _ in record.texts]
-        check_finite(scored.rewards, origins, scored.errors)
-        # A record that got no reward for now must not be kept as one that the teacher rejects.
-        if scored.temporary:
-            row = min(scored.temporary)
-            raise ServingError(
-                f"{origins[row]}: {source.name} has no reward for it now: {scored.errors[row]}. "
-                "Run the same command again"
-            )
-        if scored.model_fingerprint not in (None, fingerprint):
-            raise ServingError(
-                f"{source.name}: the model was replaced while it labelled: the fingerprint was "
-                f"{fingerprint}, and is {scored.model_fingerprint}. Run the command again"
-            )
-        rewards = one_reward(source.rewards_of(scored), source.weights).astype(np.float32)
+        rewards = _score_part(source, file.records[start : start + _PART], fingerprint)
         if keeps_progress:
             on_main(partial(progress.append, description, len(parts), rewards))
         parts.append(rewards)
         say(f"{source.name}: {min(start + _PART, total)} of {total} records")
     return description, np.concatenate(parts)
+
+
+def _score_part(
+    source: RewardSource, records: Sequence[Record], fingerprint: str | None
+) -> np.ndarray:
+    """Compute the rewards ``[Q]`` float32 of records, NaN for samples without one.
+
+    A record with a sample that was too slow is scored again, but not for ever.
+    """
+    samples = [(record, text) for record in records for text in record.texts]
+    rewards = np.full(len(samples), np.nan, dtype=np.float32)
+    rows = list(range(len(samples)))
+    for _ in range(_ATTEMPTS):
+        scored = source.scorer.score_rows([samples[row][1] for row in rows])
+        check_finite(scored.rewards, [samples[row][0].origin for row in rows], scored.errors)
+        if scored.model_fingerprint not in (None, fingerprint):
+            raise ServingError(
+                f"{source.name}: the model was replaced while it labelled: the fingerprint was "
+                f"{fingerprint}, and is {scored.model_fingerprint}. Run the command again"
+            )
+        rewards[rows] = one_reward(source.rewards_of(scored), source.weights)
+        # All samples of such a record, because a judge may compare them.
+        slow = {id(samples[rows[number]][0]) for number in scored.temporary}
+        rows = [row for row in rows if id(samples[row][0]) in slow]
+        if not rows:
+            break
+    return rewards
 
 
 @dataclass(frozen=True)
@@ -493,78 +489,6 @@ def confidence(rewards: np.ndarray) -> float:
     """
     margin = abs(float(np.mean(rewards[:, 0] - rewards[:, 1])))
     return float(1 / (1 + np.exp(-max(0.0, margin - _spread(rewards)))))
-
-
-def order_by_teacher(row: dict[str, Any], fmt: str, keys: PairKeys) -> tuple[dict[str, Any], bool]:
-    """Rank the replies of a record by its ``teacher_rewards``; equal rewards keep their order.
-
-    The margins of a record whose order changes are removed; its ``label_margin`` becomes null, so
-    that none is derived from the exchanged scores either.
-
-    Returns:
-        The object, and whether its order has changed.
-    """
-    rewards = row[TEACHER_REWARDS]
-    if fmt in _RANKED:
-        return _rank_by_rewards(row, fmt, rewards)
-    if rewards[0] >= rewards[1]:
-        return row, False
-    row = _without_margins(row)
-    exchanged = _exchange_sides(row, keys)
-    if isinstance(metadata := row.get("metadata"), dict):
-        exchanged["metadata"] = _exchange_sides(metadata, keys)
-    return {**exchanged, TEACHER_REWARDS: rewards[::-1]}, True
-
-
-def _rank_by_rewards(
-    row: dict[str, Any], fmt: str, rewards: list[float]
-) -> tuple[dict[str, Any], bool]:
-    """Do what ``order_by_teacher`` does to a record with ranks."""
-    ranks = _levels([-reward for reward in rewards])
-    if fmt == "responses":
-        earlier_ranks = row.get("ranks") or [0] * len(ranks)
-        ranked = {**row, "ranks": ranks}
-    else:
-        earlier_ranks = [item["rank"] for item in row["completions"]]
-        items = zip(row["completions"], ranks, strict=True)
-        ranked = {**row, "completions": [{**item, "rank": rank} for item, rank in items]}
-    if _levels(earlier_ranks) == ranks:
-        return ranked, False
-    return _without_margins(ranked), True
-
-
-def _levels(standing: Sequence[float]) -> list[int]:
-    """Number the different values of ``standing`` from the lowest, 0, on."""
-    levels = sorted(set(standing))
-    return [levels.index(value) for value in standing]
-
-
-def _without_margins(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove the margins of a record and of its ``metadata``, as they hold for another order.
-
-    A record that had one gets a null ``label_margin``, which is read as a margin that is not known.
-    """
-    kept = {key: value for key, value in row.items() if key != MARGIN}
-    if isinstance(metadata := row.get("metadata"), dict):
-        removed = (MARGIN, LABEL_MARGIN)
-        kept["metadata"] = {key: metadata[key] for key in metadata if key not in removed}
-    return {**kept, LABEL_MARGIN: None} if has_margin(row) else kept
-
-
-def _exchange_sides(fields: dict[str, Any], keys: PairKeys) -> dict[str, Any]:
-    """Exchange the fields of the chosen and the rejected reply."""
-    return {key: fields.get(_other_side(key, keys), value) for key, value in fields.items()}
-
-
-def _other_side(key: str, keys: PairKeys) -> str:
-    """Return the field with the same content for the other reply, such as ``score_rejected``."""
-    if key in (keys.chosen, keys.rejected):
-        return keys.rejected if key == keys.chosen else keys.chosen
-    sides = ("chosen", "rejected")
-    for side, opposite in (sides, sides[::-1]):
-        if side in key:
-            return key.replace(side, opposite)
-    return key
 
 
 def _render_report(

@@ -249,7 +249,7 @@ class JudgePart:
             return self._note_failure(RequestError(one_line(error), kind))
         except asyncio.TimeoutError:
             text = f"no verdict within {self._timeout_s:g} s (gateway.timeout_s)"
-            return self._note_failure(RequestError(text, FailureKind.unreachable))
+            return self._note_failure(RequestError(text, FailureKind.slow))
 
     def _note_failure(self, failure: RequestError) -> RequestError:
         """Log a failed judgment, but at most one every ``_WARNING_PAUSE_S``."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.finite import finite_or_none
 
 # Keys of a run's fingerprint, the values that must not change when the run resumes. Only the keys
 # that are compared in a special way have a name here.
@@ -152,7 +154,9 @@ def resumed_state(fresh: RunState, previous: RunState, monitor: str | None) -> R
     state = replace(state, metrics=_kept_metrics(fresh, renamed))
     sets = previous.validated_on or fresh.validated_on or {}
     if _monitored(previous, sets) != _monitored(fresh, fresh.validated_on or {}):
-        return state
+        # The kept metrics are not counted again, so they are the first of the new count.
+        value = math.nan if monitor is None else state.metrics.get(monitor, math.nan)
+        return replace(state, best_value=finite_or_none(value))
     return replace(
         state,
         best_value=previous.best_value,

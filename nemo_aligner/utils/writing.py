@@ -117,11 +117,9 @@ def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> No
         inputs: the files to read, by their descriptions in the error.
 
     Raises:
-        ConfigError: an output is the same file as an input or another output, or a file in a
-            folder that is an input (except for a page, .html), or is a folder, or would be in a
-            folder that is a file.
+        ConfigError: an output is the same file as an input or another output, or is a folder, or
+            would be in a folder that is a file.
     """
-    folders = {os.path.realpath(path): path for path in inputs.values() if os.path.isdir(path)}
     described = {os.path.realpath(path): name for name, path in inputs.items()}
     for setting, path in outputs.items():
         if os.path.isdir(path):
@@ -135,15 +133,15 @@ def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> No
         name = described.setdefault(os.path.realpath(path), f"the file of {setting}")
         if name != f"the file of {setting}":
             raise ConfigError(f"{setting}: {path} is {name}. Name another")
-        # A folder of a model or a run may get new files, and a run's page may be written again.
-        if not os.path.exists(path) or path.suffix == ".html":
-            continue
-        for folder in map(str, Path(os.path.realpath(path)).parents):
-            if folder in folders:
-                raise ConfigError(
-                    f"{setting}: {path} is a file of the folder {folders[folder]}, which is read. "
-                    "Name another"
-                )
+
+
+def check_replaces_nothing_in(folder: Path, setting: str, output: Path) -> None:
+    """Raise ConfigError if ``output`` is an existing file in ``folder``, other than a page."""
+    is_inside = folder.is_dir() and folder.resolve() in output.resolve().parents
+    if is_inside and output.is_file() and output.suffix != ".html":
+        raise ConfigError(
+            f"{setting}: {output} is a file of the folder {folder}, which is read. Name another"
+        )
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -443,15 +443,30 @@ def test_runs_keep_the_best_one_although_it_is_validated_again_on_other_records(
     assert left("a", {10: 0.3}, top_k=0) == [10]
 
 
-def test_runs_keep_the_best_one_of_an_earlier_version_whose_set_is_gone(tmp_path: Path) -> None:
-    """States of earlier versions do not tell what ranked them."""
-    for sets, values in (({"x": "a", "w": "b"}, {1: 0.9, 2: 0.5, 3: 0.5}), ({"x": "b"}, {4: 0.6})):
+@pytest.mark.parametrize(
+    ("later_sets", "later_values", "kept"),
+    [
+        ({"x": "b"}, {4: 0.6}, [1, 4]),  # another name of the set w
+        ({"x": "a", "w": "b"}, {4: 0.95, 5: 0.2}, [4, 5]),
+        ({"x": "c"}, {3: 0.1, 4: 0.6, 5: 0.2}, [1, 4, 5]),
+    ],
+)
+def test_runs_rank_the_checkpoints_of_an_earlier_version_on_the_same_records(
+    later_sets: dict[str, str], later_values: dict[int, float], kept: list[int], tmp_path: Path
+) -> None:
+    """Its states do not tell what ranked them."""
+    earlier = ({"x": "a", "w": "b"}, {1: 0.9, 2: 0.5, 3: 0.5})
+    for sets, values in (earlier, (later_sets, later_values)):
         checkpoints = RunCheckpoints(tmp_path, "x/accuracy")
         checkpoints.compare_with(RunState(0, 0, validated_on=sets))
         for step, value in values.items():
             metrics = {f"{name}/accuracy": value if name == "x" else 0.1 * step for name in sets}
-            checkpoints.save(RunState(step, 0, metrics, validated_on=sets), Model(), Optimizer())
+            state = RunState(step, 0, metrics, validated_on=sets)
+            if (tmp_path / f"step_{step:08d}").exists():
+                checkpoints.amend(state)
+            else:
+                checkpoints.save(state, Model(), Optimizer())
         left = steps(checkpoints.list_saved())
         for file in tmp_path.glob("step_*/run_state.json"):
             file.write_text(json.dumps({**json.loads(file.read_text()), "ranked_by": []}))
-    assert left == [1, 4]
+    assert left == kept

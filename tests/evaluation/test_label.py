@@ -31,7 +31,8 @@ from nemo_aligner.data.token_cache import content_digest
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.evaluation import label
-from nemo_aligner.evaluation.label import confidence, order_by_teacher
+from nemo_aligner.evaluation.label import confidence
+from nemo_aligner.evaluation.pseudo_labels import order_by_teacher
 from nemo_aligner.evaluation.sources import RewardSource, load_source
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
@@ -440,30 +441,32 @@ def test_teachers_are_opened_before_one_scores_and_those_that_an_error_would_rep
 
 
 def test_record_without_a_reward_for_now_is_scored_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error quotes the path of the data as it is."""
+    """It is scored as a whole, and at last left out."""
     asked = []
 
     def score(url: str, samples: Sequence[Text]) -> ScoredRows:
         asked.append(samples)
-        if len(asked) != 2:
-            return scored_as([1.0] * len(samples))
-        slow, errors = frozenset({2}), {0: "too long", 2: "judge: too slow"}
-        rewards = [math.nan, 1.0, math.nan, 1.0]
+        if len(asked) not in (2, *slow_calls):
+            return scored_as([float(len(asked))] * len(samples))
+        row = len(samples) - 1
+        slow, errors = frozenset({row}), {row: "judge: too slow"}
+        rewards = [1.0] * row + [math.nan]
         return scored_as(rewards, errors=errors, unscored=slow, temporary=slow)
 
     monkeypatch.setattr(label, "_PART", 2)
     open_as_scorers(monkeypatch, {"http://a": "f" * 16}, score)
-    (tmp_path / "server=eu").mkdir()
-    pairs = tiny.write_pairs(tmp_path / "server=eu/pairs.jsonl", 6)
-    verb = ["data", "label", str(pairs), f"--output={tmp_path / 'server=eu/out.jsonl'}"]
-    assert main([*verb, "--model=http://a"]) == 1
-    error = f"{pairs}:4: http://a has no reward for it now: judge: too slow. Run the same command"
-    assert error in capsys.readouterr().err
-    assert len(labelled(tmp_path / "server=eu", "out", "http://a")) == 6
-    assert len(asked) == 4
-    assert asked[2] == asked[1]
+    tiny.write_pairs(tmp_path / "pairs.jsonl", 6)
+    slow_calls: tuple[int, ...] = ()
+    rows = labelled(tmp_path, "out", "http://a")
+    assert [row["teacher_rewards"][0] for row in rows] == [1, 1, 1, 3, 4, 4]
+    assert [*map(len, asked)] == [4, 4, 2, 4]
+    assert asked[2] == asked[1][2:]
+    asked, slow_calls = [], (3, 4)
+    rows = labelled(tmp_path, "other", "http://a")
+    assert [row["teacher_rewards"][0] for row in rows] == [1, 1, 1, 5, 5]
+    assert [*map(len, asked)] == [4, 4, 2, 2, 4]
 
 
 def test_servers_that_do_not_describe_themselves_are_described_by_options(

@@ -294,10 +294,13 @@ def test_request_is_repeated_unless_the_judge_was_only_slow_for_some_rows(
     good, slow = conversation("b 4"), conversation("slow 1")
     calls = [infer([good, slow]), infer([good, slow], by_row=False), infer([slow, slow])]
     calls += [infer([good, conversation(f"{mode} 1")]) for mode in ("dies", "broken", "busy")]
-    rules: dict[str, Any] = {"task": JudgeTask.rating, "retries": 0}
+    rules: dict[str, Any] = {"task": JudgeTask.rating}
     aside, *failed = asked(monkeypatch, calls, FakeJudge(), **rules)
-    assert aside.json["outputs"][0]["data"] == [modelled("b 4") + 4, None]
-    assert aside.json["outputs"][-1]["data"] == [0, 2]  # unscored, but temporarily
+    short = {"settings": {"timeout_s": 1.0}, "timeout_s": 30.0}  # of the gateway, and of an attempt
+    (late,) = asked(monkeypatch, calls[:1], FakeJudge(), **rules, **short)
+    for answer in (aside, late):
+        assert answer.json["outputs"][0]["data"] == [modelled("b 4") + 4, None]
+        assert answer.json["outputs"][-1]["data"] == [0, 2]  # unscored, but temporarily
     strict = {"fail_requests": True}
     failed += asked(monkeypatch, calls[:1], FakeJudge(), combine=strict, **rules)
     for answer, row in zip(failed, (1, 0, 1, 1, 1, 1), strict=True):

@@ -81,8 +81,8 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
     judged = {NAME: 0.4}
     for change, best in (
         ("", 0.5),
-        (f"{callback}.monitor=loss", None),
-        (f"{callback}.mode=min", None),
+        (f"{callback}.monitor=loss", 0.4),
+        (f"{callback}.mode=min", 0.4),
         ("model.data.data_prefix.validation=[b.jsonl]", None),
         ("trainer.rm.limit_val_records=5", None),
         ("model.optim.lr=1e-3", 0.5),
@@ -95,7 +95,7 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         state = resumed_state(RunState(0, 0, config=now), left, NAME)
         assert (state.step, state.consumed_samples) == (3, 24)
         count = (state.best_value, state.validations_since_best)
-        assert count == (best, 2 if best else 0), change
+        assert count == (best, 2 if best == 0.5 else 0), change
         # On other records the last step was not validated.
         has_other_records = "limit" in change or "validation" in change
         assert state.metrics == ({} if has_other_records else judged), change
@@ -117,7 +117,7 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
         ({"validation": "a"}, both, ({}, {}), NAME, {"validation"}, 0.5),
         ({"validation": "a"}, swapped, (named, named), NAME, {"validation"}, 0.5),
         ({"validation": "a"}, swapped, ({}, {}), "more/accuracy", set(), None),
-        (both, swapped, ({}, {}), "more/accuracy", {"validation", "more"}, None),
+        (both, swapped, ({}, {}), "more/accuracy", {"validation", "more"}, 0.4),
         (both, {"validation": "a", "more": "c"}, ({}, {}), NAME, {"validation"}, 0.5),
         (both, {"validation": "a"}, ({}, {}), NAME, {"validation"}, 0.5),
         (both, {"validation": "c", "more": "b"}, ({}, {}), NAME, set(), None),
@@ -132,7 +132,7 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
         state = resumed_state(fresh, left, monitor)
         assert state.metrics == {f"{name}/accuracy": 0.4 for name in kept}, after
         count = (state.best_value, state.validations_since_best)
-        assert count == (best, 2 if best else 0), after
+        assert count == (best, 2 if best == 0.5 else 0), after
         (*_, last) = ("", *changes_since(Saved(Path("step_3"), left), fresh, monitor))
         assert ("the last validations used other records" in last) == (not kept), after
     # A part of the run without validation data forgets nothing.
@@ -140,12 +140,12 @@ def test_resume_with_other_sets_keeps_what_was_judged_on_the_monitored_one() -> 
     fresh = RunState(0, 0, validated_on=both)
     assert changes_since(Saved(Path("step_3"), left), fresh, NAME) == []
     assert resumed_state(fresh, left, NAME).ranked_by == left.ranked_by
-    # Back on the records of a still earlier part, the step need not be validated on them again, but
-    # early stopping starts over.
+    # Back on the records of a still earlier part, the step need not be validated on them again, and
+    # early stopping starts over from it.
     metrics, earlier = {NAME: 0.4}, {"a/accuracy": 0.3}
     left = replace(left, metrics=metrics, earlier_metrics=earlier, validated_on={"validation": "d"})
     state = resumed_state(fresh, replace(left, best_value=0.5), NAME)
-    assert (state.metrics, state.best_value, state.earlier_metrics) == ({NAME: 0.3}, None, {})
+    assert (state.metrics, state.best_value, state.earlier_metrics) == ({NAME: 0.3}, 0.3, {})
     assert changes_since(Saved(Path("step_3"), left), fresh, NAME) == [
         "  changed since: the records of validation",
         "  the last validations used other records, so they do not count for the best checkpoint "

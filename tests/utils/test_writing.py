@@ -23,6 +23,7 @@ from nemo_aligner.utils import writing
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.writing import (
     check_outputs,
+    check_replaces_nothing_in,
     explaining_full_disk,
     replacing,
     write_lines,
@@ -138,19 +139,19 @@ def test_output_that_is_no_file_is_refused_before_the_work(tmp_path: Path) -> No
 
 
 def test_output_replaces_no_file_of_a_folder_that_is_read(tmp_path: Path) -> None:
-    """Also through a link; a new file or a page may be written into a model's or run's folder."""
-    model, link = tmp_path / "model", tmp_path / "link"
-    (model / "part").mkdir(parents=True)
-    link.symlink_to(model)
-    for name in ("config.json", "part/weights", "report.html"):
-        (model / name).write_text("old")
-    inputs = {"the model": model, "the data": tmp_path / "pairs.jsonl"}
-    for output in (model / "config.json", link / "part" / "weights"):
+    """Also through a link; a new file or a page may be written into the folder."""
+    run, link = tmp_path / "run", tmp_path / "link"
+    (run / "heldout").mkdir(parents=True)
+    link.symlink_to(run)
+    for name in ("metrics.jsonl", "heldout/test-a.jsonl", "report.html"):
+        (run / name).write_text("old")
+    for output in (run / "metrics.jsonl", link / "heldout" / "test-a.jsonl"):
         with pytest.raises(ConfigError) as caught:
-            check_outputs({"output": output}, inputs)
-        problem = f"output: {output} is a file of the folder {model}, which is read. Name another"
+            check_replaces_nothing_in(run, "output", output)
+        problem = f"output: {output} is a file of the folder {run}, which is read. Name another"
         assert str(caught.value) == problem
-    check_outputs({"output": model / "new.json", "report": model / "report.html"}, inputs)
+    for output in (run / "new.jsonl", run / "report.html", tmp_path / "other"):
+        check_replaces_nothing_in(run, "output", output)
 
 
 def test_two_writers_of_a_file_leave_one_complete_file(tmp_path: Path) -> None:

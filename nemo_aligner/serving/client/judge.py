@@ -46,7 +46,7 @@ _SHOWN_CHARACTERS = 300  # length at which an error of the judge's server is cut
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _PATH = "/chat/completions"
 _EMPTY = "None"  # Gym's text of an empty response
-_TURN_START = re.compile(r'\s*\{\s*"turn"\s*:')  # of a line of ``_write_turn``
+_TURN_START = re.compile(r'\{\s*"turn"\s*:')  # of a line of ``_write_turn``
 
 _INSTRUCTIONS = """\
 Grade the response{plural} to the conversation below. Judge how helpful, correct and honest {it} \
@@ -138,10 +138,8 @@ class JudgeClient:
         ``judge.principle``.
 
         Raises:
-            JudgeError: no attempt gave a verdict; the error is that of the last one or, if the last
-                one took too long, of an earlier one that did not reach the judge.
+            JudgeError: no attempt gave a verdict; the error is that of the last one.
         """
-        lost: JudgeError | None = None
         for attempt in range(self._config.retries + 1):
             try:
                 async with self._slots:
@@ -154,10 +152,7 @@ class JudgeClient:
                 # Without sampling, an unusable answer would be the same again.
                 is_same = self._config.temperature == 0 and not error.is_temporary
                 if error.is_final or is_same or attempt == self._config.retries:
-                    if lost is not None and error.count == "judge_slow":
-                        raise lost from error  # it may be slow only because it restarts
                     raise
-                lost = error if error.count == "judge_unreachable" else lost
                 pause_s = error.pause_s or _FIRST_PAUSE_S * 2**attempt
             # The slot is free during the pause, so that other requests do not wait for it.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
@@ -363,13 +358,13 @@ def _visible_text(response: Messages) -> str:
     """Return what a judge sees of a response: all but its reasoning.
 
     That is the text and tool calls of its turn. Several turns, such as tool calls and their
-    results, are lines of JSON, so that no text can pass for a turn. A text that has such lines
-    itself is written as one of them.
+    results, are lines of JSON, so that no text can pass for a turn. A text that contains such JSON
+    itself is written as a line of it.
     """
     if len(response) == 1:
         visible = {name: value for name, value in response[0].items() if name not in REASONING}
         text = flatten_message(visible)
-        if not any(map(_TURN_START.match, text.splitlines())):
+        if _TURN_START.search(text) is None:
             return text or _EMPTY
     return "\n".join(_write_turn(number, turn) for number, turn in enumerate(response, start=1))
 

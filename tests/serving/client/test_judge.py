@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -219,21 +218,6 @@ def test_each_failure_is_tried_again_and_counted(mode: str, count: str, words: s
     assert isinstance(outcome, JudgeError)
     assert words in str(outcome)
     assert (client.counts["judge_calls"], client.counts[count]) == (2, 2)
-
-
-@pytest.mark.parametrize("counts", [("judge_unreachable", "judge_slow"), ("judge_slow",) * 2])
-def test_judge_is_slow_only_if_it_was_reached_each_time(counts: tuple[str, str]) -> None:
-    attempts = AsyncMock(side_effect=[JudgeError("no", count) for count in counts])
-
-    async def run() -> None:
-        client = JudgeClient(JudgeConfig(url="http://a", model="j", retries=1))
-        client._attempt = attempts  # type: ignore[method-assign]
-        with pytest.raises(JudgeError) as raised:
-            await client.judge(PROMPT, [[reply("a")]])
-        assert raised.value.count == counts[0]
-        assert client.counts["judge_slow"] == counts.count("judge_slow")
-
-    asyncio.run(run())
 
 
 def test_rejected_request_is_not_sent_again_and_a_missing_server_is_named() -> None:

@@ -159,9 +159,11 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
         worker_timeout_secs=TIMEOUT_SECS,
     )
     if rank == 0:
+        store.set("has_begun", "1")
         with led(ranks):
             found = SCENARIOS[name](ranks)
     elif name == "second_dies_idle":
+        store.wait(["has_begun"])  # else the first could still be connecting to this rank
         os._exit(9)
     else:
         ranks.run_worker()
