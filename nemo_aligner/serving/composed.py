@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_aligner.config.gateway import (
+    JUDGE_PART,
     MODEL_PART,
     CombineConfig,
     CombineKind,
@@ -209,7 +210,7 @@ class ComposedService(ScoringService):
         if request.texts is None and self._parts:
             text = "tokens: a judge and functions read texts; send texts or conversations"
             raise RequestError(text, FailureKind.bad_request)
-        keys = await self._check_sizes(request) if self._parts and not is_probe else []
+        keys = await self._find_prompts(request) if self._parts and not is_probe else []
         model_rows = await self._score_by_model(request, aside, is_probe)
         is_sum = self._combination.kind is not CombineKind.minimum
         if is_probe:  # only to find out whether the model accepts the sample; judges cost too much
@@ -248,9 +249,15 @@ class ComposedService(ScoringService):
             temporary=frozenset(row for row in failures if failures[row].kind.reaction == "retry"),
         )
 
-    async def _check_sizes(self, request: ScoreRequest) -> list[str | None]:
-        """Return the keys of the prompts, after a check that parts can score so many samples."""
-        keys = await prompt_keys(request.texts or (), request.num_prompt_turns)
+    async def _find_prompts(self, request: ScoreRequest) -> Sequence[str | None]:
+        """Return the keys of the prompts, after a check that parts can score so many samples.
+
+        They are None if neither a judge nor a gate compares the replies to a prompt.
+        """
+        samples = request.texts or ()
+        if JUDGE_PART not in self._parts and self._combination.kind is not CombineKind.gate:
+            return [None] * len(samples)
+        keys = await prompt_keys(samples, request.num_prompt_turns)
         for name in self._combination.first_names:
             if name in self._parts:
                 self._parts[name].check_size(keys)
@@ -309,7 +316,7 @@ class ComposedService(ScoringService):
 
         Args:
             request: N samples.
-            keys: the keys of their prompts; none if there are no parts but the model.
+            keys: what ``_find_prompts`` returns; none if there are no parts but the model.
             parts: ``[N, P]``, filled in place.
             failures: why a sample has no reward, by its number; rows in it are not scored.
 

@@ -32,6 +32,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
 )
 from nemo_aligner.serving.client.judge import HIGHEST, LOWEST, JudgeClient, JudgeError, Verdict
+from nemo_aligner.serving.client.partial_requests import prompt_context
 from nemo_aligner.serving.engine.timed_threads import (
     ThreadsHangError,
     TimedThreads,
@@ -132,11 +133,9 @@ async def prompt_keys(
 def _prompt_key(sample: Text, num_prompt_turns: int | None) -> str | None:
     if isinstance(sample, str):
         return None
-    prompt: Any = _prompt_of(sample, num_prompt_turns)
-    if isinstance(sample, Conversation):
-        prompt = [prompt, sample.tools, sample.documents, sample.principle]
+    context = prompt_context(sample, _prompt_of(sample, num_prompt_turns))
     # A digest, because thousands of samples may share a prompt of megabytes.
-    return blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps(context, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _prompt_of(sample: Messages | Conversation, num_prompt_turns: int | None) -> Messages:

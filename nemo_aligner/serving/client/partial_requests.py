@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from nemo_aligner.contract.messages import Conversation, Text, as_json, question_of, read_text
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Messages,
+    Text,
+    as_json,
+    question_of,
+    read_text,
+)
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
@@ -147,13 +154,16 @@ def _prompt_key(sample: Any) -> int | None:
     try:
         text = read_text(sample)
         question = question_of(text)
-        if isinstance(text, Conversation):
-            fields = [question, text.tools, text.documents, text.principle]
-        else:
-            fields = [question, None, None, None]
-        return hash(_as_hashable(fields)) if question else None
+        return hash(_as_hashable(prompt_context(text, question))) if question else None
     except (DataError, TypeError, RecursionError):
         return None
+
+
+def prompt_context(text: Text, prompt: Messages) -> list[Any]:
+    """Return what replies to the same ``prompt`` share: it, tools, documents and principle."""
+    if isinstance(text, Conversation):
+        return [prompt, text.tools, text.documents, text.principle]
+    return [prompt, None, None, None]
 
 
 def _as_hashable(value: Any) -> Hashable:
