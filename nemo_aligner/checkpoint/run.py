@@ -352,12 +352,13 @@ class RunCheckpoints:
         for item in self._rank_checkpoints(without_digests):
             if not any(same_validation(item.state, leader.state, self.monitor) for leader in best):
                 best.append(item)
+        with_metrics = [(metrics_by_records(item.state), item) for item in saved]
         for ranking in {ranking for item in saved for ranking in self._rankings_of(item.state)}:
             monitor, _, mode = ranking.rpartition(":")
             scored = [
                 (key, item)
-                for item in saved
-                if (key := rank_key(metrics_by_records(item.state), monitor, MonitorMode(mode)))
+                for metrics, item in with_metrics
+                if (key := rank_key(metrics, monitor, MonitorMode(mode)))
             ]
             # Of equal ones, ``min`` returns the first, which is the earliest.
             best += [min(scored, key=lambda keyed: keyed[0])[1]] if scored else []

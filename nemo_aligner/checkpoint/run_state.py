@@ -142,13 +142,16 @@ def with_current_names(state: RunState, current: RunState) -> RunState:
         # others. But two sets must not get one name, or the metrics of one would hide the other's.
         keeps_name = name in old and new.get(name) not in sets.values()
         unmatched = [name] if keeps_name else []
-        new_names[name] = [other for other in new if new[other] == digest] or unmatched
+        matched = [current_name for current_name in new if new[current_name] == digest]
+        new_names[name] = matched or unmatched
     metrics = {}
     for full_name, value in {**state.metrics, **state.earlier_metrics}.items():
         set_name, metric = split_name(full_name)
         for new_name in new_names.get(set_name, []):
             metrics[f"{new_name}/{metric}"] = value
-    validated_on = {other: sets[name] for name, names in new_names.items() for other in names}
+    validated_on = {
+        new_name: sets[name] for name, names in new_names.items() for new_name in names
+    }
     return replace(state, metrics=metrics, validated_on=validated_on)
 
 
@@ -165,8 +168,8 @@ def name_by_records(name: str, state: RunState) -> str | None:
 def metrics_by_records(state: RunState) -> dict[str, float]:
     """Return the metrics of ``state``, also the earlier ones, as ``name_by_records`` names them."""
     named = ((name_by_records(name, state), value) for name, value in state.metrics.items())
-    own = {name: value for name, value in named if name is not None}
-    return {**state.earlier_metrics, **own}
+    latest_metrics = {name: value for name, value in named if name is not None}
+    return {**state.earlier_metrics, **latest_metrics}
 
 
 def name_of_loss(monitor: str) -> str:

@@ -131,9 +131,8 @@ class ContractCheck:
             OtherContractError: the contract or the model is not the expected one, or the contract
                 differs from that of another server.
         """
-        published = _ServerContract(
-            *(contract.hash if contract is not None else None, contract, server, may_be_gateway)
-        )
+        contract_hash = None if contract is None else contract.hash
+        published = _ServerContract(contract_hash, contract, server, may_be_gateway)
         self.withdraw(server)
         # A server with a wrong model is rejected here, before its contract is compared with those
         # of other servers.

@@ -549,7 +549,8 @@ class RowCollector:
             logger.warning(
                 "%d replies to the same prompt are sent in several requests, so a gateway's judge "
                 "may compare only some of them with each other: %s",
-                *(len(part.rows), refusal.reason),
+                len(part.rows),
+                refusal.reason,
             )
         await run_all(self._score(half) for half in halves)
 
