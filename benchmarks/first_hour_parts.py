@@ -28,7 +28,8 @@ _OPTIONS = {
         "cpu": "--steps=1 --warm-up=1 --global-batch=4 --turns=1 --threads=1 --trl-batch 2",
     },
     "scoring": {
-        "cuda": "--pairs=128 --batch 16 32 64 --turns=3 --rows 0 256 --cuda-graphs",
+        "cuda": "--pairs=128 --batch 16 32 64 --turns=3 --rows 0 256 --cuda-graphs "
+        "--attention-packages",
         "cpu": "--pairs=2 --batch 4 --turns=1 --threads=1 --rows 0",
     },
     "vllm": {

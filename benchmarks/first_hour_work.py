@@ -48,7 +48,7 @@ from synthetic import (
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
-from nemo_aligner.config.model import DeltaChoice
+from nemo_aligner.config.kernels import DeltaChoice
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -247,9 +247,9 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Measure a step at one hidden size with several values of three settings.
+    """Measure a step at one hidden size with several values of the settings of ``Variant``.
 
-    These are the pointwise kernels, CUDA graphs and the micro-batch size. Yields a row for each
+    Yields a row for each
     combination that is measured.
     """
     (base,) = job["points"]
@@ -280,7 +280,7 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             rows = _measure_new_model(
                 point, layout, partial(_profile, plan=plan, steps=point["steps"])
             )
-            settings = {name: point.get(name) for name in ("pointwise_kernels", "cuda_graphs")}
+            settings = {name: point.get(name) for name in _KERNEL_SETTINGS}
             yield {**about, "what": "settings", "note": json.dumps(settings)}
             yield from ({**about, **row} for row in rows.get("rows", []))
             if not rows:
@@ -288,6 +288,9 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         except Exception:
             failed = traceback.format_exc()[-_TRACEBACK:]
             yield {**about, "what": "the step", "note": failed}
+
+
+_KERNEL_SETTINGS = ("pointwise_kernels", "attention_kernels", "cuda_graphs")
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
@@ -298,7 +301,7 @@ def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
     best = fastest_so_far(Path(job["work"]) / f"width-{width}.out")
     if best is None:
         return {}
-    return {"pointwise_kernels": best.pointwise_kernels, "cuda_graphs": best.cuda_graphs}
+    return {name: getattr(best, name) for name in _KERNEL_SETTINGS}
 
 
 def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:

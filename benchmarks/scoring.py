@@ -11,8 +11,8 @@ without padding, and count as often as they are sent. Both sides take turns to s
 ``ours is faster by`` is the median over the turns of the ratio of times. ``matmuls alone`` is the
 speed of only the matmuls for the tokens that we compute (a shared prefix is computed once).
 transformers runs in a separate process: if it dies, for example for lack of memory, a dash replaces
-its figures. ``--rows`` and ``--cuda-graphs`` add scorers with other settings, each with its own
-copy of the weights.
+its figures. ``--rows``, ``--cuda-graphs`` and ``--attention-packages`` add scorers with other
+settings, each with its own copy of the weights.
 
 With ``--vllm-python`` the other side is vLLM in that environment, called without a server, with an
 empty prefix cache in every turn.
@@ -111,6 +111,11 @@ def _named_settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             named[f"{rows:,} rows"] = {"batch_invariant_rows": rows}
     if arguments.cuda_graphs:
         named["rows by default, CUDA graphs"] = {"cuda_graphs": True}
+    if arguments.attention_packages:
+        from nemo_aligner.models.attention.flash_packages import available_packages
+
+        for package in available_packages():
+            named[f"rows by default, {package.value}"] = {"attention_kernels": package}
     return named
 
 
@@ -286,6 +291,11 @@ def _parse() -> argparse.Namespace:
         help="also score with these values of model.batch_invariant_rows; 0: not batch invariant",
     )
     parser.add_argument("--cuda-graphs", action="store_true", help="also score with CUDA graphs")
+    parser.add_argument(
+        "--attention-packages",
+        action="store_true",
+        help="also score with each installed package that model.attention_kernels can name",
+    )
     parser.add_argument(
         "--transformers-python",
         default=sys.executable,

@@ -129,7 +129,7 @@ def our_scorer(
         layout,
         num_attributes=1,
         precision=precision,
-        pointwise_kernels=config.pointwise_kernels,
+        kernels=config.kernels,
     )
     model, tokenizer = pretrained.model.eval(), pretrained.tokenizer
     make_batch_invariant(model, config.invariant_rows)

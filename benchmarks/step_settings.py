@@ -20,6 +20,7 @@ class Variant:
     """
 
     pointwise_kernels: str = "eager"
+    attention_kernels: str = "torch"
     cuda_graphs: bool = False
     micro_batch_tokens: int = 16384
 

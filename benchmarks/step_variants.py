@@ -1,9 +1,9 @@
-"""Speed of a training step at one hidden size, by pointwise kernels, graphs and micro-batch.
+"""Speed of a training step at one hidden size, by kernels, graphs and micro-batch.
 
 gpu_first_hour.py runs this measurement. All variants run in one process, each on a
 new learner with the same random weights and the same pairs, whose lengths vary as those of chats.
-Not all combinations are run: pointwise kernels are compared first, then CUDA graphs and micro-batch
-sizes with the fastest kernels.
+Not all combinations are run: pointwise kernels are compared first, then attention kernels, and then
+CUDA graphs and micro-batch sizes with the fastest kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from common import now, peak_gib
 from step_settings import UP_TO, Variant, fastest
 from synthetic import time_steps
 
+from nemo_aligner.models.attention.flash_packages import available_packages
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.training.learner import RewardLearner
 
@@ -56,6 +57,9 @@ class Experiment:
         for choice in choices:
             if choice not in slow:
                 yield from self._add(rows, replace(usual, pointwise_kernels=choice))
+        for package in available_packages():
+            best = fastest(rows) or usual
+            yield from self._add(rows, replace(best, attention_kernels=package.value))
         if torch.cuda.is_available():
             yield from self._add(rows, replace(fastest(rows) or usual, cuda_graphs=True))
         larger, smaller = self.sizes[1:2], self.sizes[2:]

@@ -27,13 +27,8 @@ from torch.utils._pytree import tree_leaves
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import (
-    DeltaChoice,
-    ModelConfig,
-    OptimConfig,
-    PointwiseChoice,
-    Recompute,
-)
+from nemo_aligner.config.kernels import AttentionChoice, DeltaChoice, PointwiseChoice
+from nemo_aligner.config.model import ModelConfig, OptimConfig, Recompute
 from nemo_aligner.cpu.matmuls import resident_bytes
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
@@ -200,8 +195,8 @@ def build_synthetic_learner(
     """Build a learner with random weights, on pairs of random tokens.
 
     ``job`` is a point of ``make_point``; with "spread" the lengths of its sequences differ, and
-    "pointwise_kernels", "cuda_graphs" and "linear_attention_kernels" are the settings ``model.*``
-    of these names.
+    "pointwise_kernels", "attention_kernels", "linear_attention_kernels" and "cuda_graphs" are the
+    settings ``model.*`` of these names.
     """
     options = _model_options(job)
     model = reward_model.build_reward_model(
@@ -211,7 +206,7 @@ def build_synthetic_learner(
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
         recompute_layers=job["recompute_layers"],
-        pointwise_kernels=options.pointwise_kernels,
+        kernels=options.kernels,
     )
     torch.manual_seed(_SEED)
     with torch.no_grad():
@@ -258,6 +253,7 @@ def _model_options(job: Mapping[str, Any]) -> ModelConfig:
         freeze_layers=job["freeze_layers"],
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
         pointwise_kernels=None if pointwise is None else PointwiseChoice(pointwise),
+        attention_kernels=AttentionChoice(job.get("attention_kernels", "torch")),
         cuda_graphs=job.get("cuda_graphs", False),
         linear_attention_kernels=DeltaChoice(job.get("linear_attention_kernels", "torch")),
     )

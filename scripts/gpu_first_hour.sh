@@ -21,6 +21,8 @@ if [ "${1:-}" = --wheels ]; then
     for wheel in "$wheels"/*.whl; do
         "$python" -m zipfile -e "$wheel" "$packages"
     done
+    # Python reads the .pth files of installed packages, but not those of a folder in PYTHONPATH.
+    echo "import site; site.addsitedir('$packages')" >"$packages/sitecustomize.py"
     shift 2
 fi
 # The wheels take precedence over installed packages, which may have other versions.

@@ -2,7 +2,8 @@
 # Downloads the wheels that scripts/gpu_first_hour.sh needs on a machine without internet, for
 # Python 3.12 on x86-64 Linux. docs/gpu.md lists the packages that the machine must already have.
 #
-#   bash scripts/gpu_wheels.sh [FOLDER]      default: wheels/
+#   bash scripts/gpu_wheels.sh [FOLDER]                  default: wheels/
+#   bash scripts/gpu_wheels.sh FOLDER --flash-attn-4     also flash-attn-4, for CUDA 13 (113 MiB in all)
 #
 # Any Python with pip can run this. The folder can then be copied, and passed to
 # scripts/gpu_first_hour.sh --wheels FOLDER.
@@ -21,6 +22,17 @@ comparisons=(
     liger-kernel==0.8.5 fla-core==0.6.0 einops trl==1.16.0
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
+# flash-attn-4 (model.attention_kernels=flash_attn_4) and the compiler of its kernels.
+attention=()
+if [ "${2:-}" = --flash-attn-4 ]; then
+    attention=(
+        flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torch-c-dlpack-ext==0.1.5
+        nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1
+        nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1
+        apache-tvm-ffi==0.1.15.post2 protobuf
+    )
+    limit_mib=160
+fi
 
 # The HTTP server and client, which the parts "tests" and "invariance" import. pip also downloads
 # their dependencies.
@@ -33,7 +45,7 @@ download() {
         --abi cp312 --abi abi3 --abi none \
         --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any "$@"
 }
-download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
+download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}" "${attention[@]}"
 download "${serving[@]}"
 # antlr4, which omegaconf needs, has no wheel on PyPI, so build one.
 "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir "$folder" --no-deps \

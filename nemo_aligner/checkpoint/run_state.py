@@ -149,9 +149,7 @@ def with_current_names(state: RunState, current: RunState) -> RunState:
         set_name, metric = split_name(full_name)
         for new_name in new_names.get(set_name, []):
             metrics[f"{new_name}/{metric}"] = value
-    validated_on = {
-        new_name: sets[name] for name, names in new_names.items() for new_name in names
-    }
+    validated_on = {new_name: sets[name] for name, names in new_names.items() for new_name in names}
     return replace(state, metrics=metrics, validated_on=validated_on)
 
 

@@ -20,6 +20,12 @@ from nemo_aligner.config.common import (
     RewardModelType,
     setting,
 )
+from nemo_aligner.config.kernels import (
+    AttentionChoice,
+    DeltaChoice,
+    KernelChoices,
+    PointwiseChoice,
+)
 from nemo_aligner.utils.errors import ConfigError
 
 # Data.
@@ -228,15 +234,6 @@ class ContextExchange(Enum):
     p2p = "p2p"
 
 
-class PointwiseChoice(Enum):
-    """The library or compiler that computes RMSNorm, SwiGLU and RoPE."""
-
-    eager = "eager"
-    compile = "compile"
-    liger = "liger"
-    triton = "triton"
-
-
 ROWS_BY_DEVICE = 0
 """Value of ``LayoutConfig.invariant_rows`` that lets the device choose the number of rows."""
 
@@ -276,6 +273,9 @@ class LayoutConfig:
     pointwise_kernels: PointwiseChoice | None = setting(
         None, "kernels of RMSNorm, SwiGLU, RoPE; null: triton on a GPU, else eager"
     )
+    attention_kernels: AttentionChoice = setting(
+        AttentionChoice.torch, "first choice of attention kernels on a GPU"
+    )
 
     def __post_init__(self) -> None:
         with Checks("model", self) as checks:
@@ -302,6 +302,11 @@ class LayoutConfig:
             "triton, eager, or model.batch_invariant=false: with other kernels rewards may depend "
             "on the batch",
         )
+
+    @property
+    def kernels(self) -> KernelChoices:
+        """The choices of kernels that training and scoring share."""
+        return KernelChoices(self.pointwise_kernels, self.attention_kernels)
 
     @property
     def is_ring(self) -> bool:
@@ -360,13 +365,6 @@ class Recompute(Enum):
     none = "none"
     selective = "selective"
     full = "full"
-
-
-class DeltaChoice(Enum):
-    """The library that computes the gated delta rule of Gated DeltaNet layers in training."""
-
-    torch = "torch"
-    flash_linear_attention = "flash_linear_attention"
 
 
 class Schedule(Enum):

@@ -17,11 +17,11 @@ from nemo_aligner.config.common import (
     Precision,
     setting,
 )
+from nemo_aligner.config.kernels import DeltaChoice
 from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
     WHOLE_TEXTS,
-    DeltaChoice,
     LayoutConfig,
     OptimConfig,
     Recompute,

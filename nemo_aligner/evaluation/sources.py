@@ -313,7 +313,7 @@ def _load_archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
         micro_batch_tokens=config.model.micro_batch_tokens,
         invariant_rows=config.model.invariant_rows,
         cuda_graphs=config.model.cuda_graphs,
-        pointwise_kernels=config.model.pointwise_kernels,
+        kernels=config.model.kernels,
         watch=Counter("scoring", "samples").show,
     )
     return RewardSource.of(scorer, name)

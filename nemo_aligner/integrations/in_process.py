@@ -83,7 +83,7 @@ class InProcessScorer:
                 micro_batch_tokens=config.model.micro_batch_tokens,
                 invariant_rows=config.model.invariant_rows,
                 cuda_graphs=config.model.cuda_graphs,
-                pointwise_kernels=config.model.pointwise_kernels,
+                kernels=config.model.kernels,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
             _report_device(config.rm_model_file, device)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.model import DeltaChoice
+from nemo_aligner.config.kernels import DeltaChoice
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.flash_delta import MAX_KEY_CHANNELS, FlashDelta, load_kernel

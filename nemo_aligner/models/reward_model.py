@@ -22,7 +22,8 @@ from torch import Tensor
 from nemo_aligner.batch.cache_use import NO_STATES, StateUse
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import PointwiseChoice, Recompute
+from nemo_aligner.config.kernels import DEFAULT_KERNELS, AttentionChoice, KernelChoices
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.cpu.matmuls import (
     row_multiple,
     training_row_multiple,
@@ -30,6 +31,7 @@ from nemo_aligner.cpu.matmuls import (
 from nemo_aligner.distributed import gpu_matmuls
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.backends import slow_attention, why_gathered
+from nemo_aligner.models.attention.choice import try_attention_choice, use_attention_kernels
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
@@ -430,9 +432,11 @@ def _states_of(batch: PackedBatch) -> StateUse:
     return states
 
 
-def _warn_of_attention(shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout) -> None:
+def _warn_of_attention(
+    shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout, kernels: AttentionChoice
+) -> None:
     """Log if attention is slow for this model on this device, or cannot exchange keys in a ring."""
-    slow = slow_attention(shape, dtype)
+    slow = slow_attention(shape, dtype, kernels)
     if slow is not None and is_main():
         logger.warning(slow)
     gathered = why_gathered(shape, dtype) if layout.ring else None
@@ -455,7 +459,7 @@ def build_reward_model(
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
     lora_dropout: LoraDropout | None = None,
-    pointwise_kernels: PointwiseChoice | None = None,
+    kernels: KernelChoices = DEFAULT_KERNELS,
     frees_body: bool = False,
 ) -> GPTRewardModel:
     """Build this rank's shard of a reward model, with a new head and an uninitialised backbone.
@@ -466,14 +470,14 @@ def build_reward_model(
             its first layer with a backward pass on (``freeze_lower_layers``); None is all.
         seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
-        pointwise_kernels: implementation of norms, SwiGLU and RoPE; None chooses the default.
+        kernels: implementations of norms, SwiGLU and RoPE, and of attention.
         frees_body: free the weights of linear layers at once, because ``share_body`` replaces them.
 
     Raises:
         ConfigError: the model does not support the layout, the recomputation or the dropout, or
             the kernels cannot run here.
     """
-    kernels = choose_kernels(pointwise_kernels)
+    pointwise = choose_kernels(kernels.pointwise)
     config = transformer_config(shape, layout, precision, recompute)
     check_recompute(shape, layout.pp, recompute, recompute_layers)
     if lora_dropout is not None:
@@ -482,7 +486,8 @@ def build_reward_model(
     is_quantized = shape.lora is not None and shape.lora.base_precision is not None
     config.frees_linear_weights = is_quantized or frees_body
     config.frees_expert_weights = frees_body
-    _warn_of_attention(shape, config.params_dtype, layout)
+    try_attention_choice(kernels.attention, shape, config.params_dtype)
+    _warn_of_attention(shape, config.params_dtype, layout, kernels.attention)
     model = GPTRewardModel(
         config,
         shape,
@@ -495,5 +500,6 @@ def build_reward_model(
     )
     if recompute is Recompute.full:
         model.recompute_layers(recompute_layers or len(model.decoder.layers))
-    use_pointwise_kernels(model, kernels)
+    use_pointwise_kernels(model, pointwise)
+    use_attention_kernels(model, kernels.attention)
     return model.to(torch.cuda.current_device())

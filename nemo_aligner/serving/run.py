@@ -129,7 +129,7 @@ def _load_model(
         micro_batch_tokens=config.model.micro_batch_tokens,
         invariant_rows=config.model.invariant_rows,
         cuda_graphs=config.model.cuda_graphs,
-        pointwise_kernels=config.model.pointwise_kernels,
+        kernels=config.model.kernels,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
         prefix_cache_states=config.server.prefix_cache_states,
         **kinds,

@@ -124,7 +124,7 @@ def _load_model(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
         head=options.head,
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
-        pointwise_kernels=options.pointwise_kernels,
+        kernels=options.kernels,
     )
     _initialize_head(run, pretrained)
     if pretrained.model.post_process:

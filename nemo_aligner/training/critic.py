@@ -406,7 +406,7 @@ def _load_base(
         recompute=config.model.activations_checkpoint_granularity,
         seed=config.model.seed,
         reads_every_token=True,
-        pointwise_kernels=config.model.pointwise_kernels,
+        kernels=config.model.kernels,
     )
     if pretrained.head_is_new:
         raise CheckpointError(f"{path}: it has no reward head. {_EXPECTED}")

@@ -17,6 +17,7 @@ from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.models.attention.backends import copies_keys, why_gathered
+from nemo_aligner.models.attention.choice import check_attention_choice
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.delta_choice import check_delta_choice
 from nemo_aligner.models.pointwise.choice import choose_kernels
@@ -107,6 +108,8 @@ def _plan(run: PreparedRun) -> Plan:
     """
     config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
+    attention = options.attention_kernels
+    check_attention_choice(attention, shape, dtype, current_device())
     check_delta_choice(options.linear_attention_kernels, shape, dtype, current_device())
     steps = range(min(run.total_steps, _STEPS_TO_INSPECT))
     packs = [run.loader.plan(step).packs for step in steps]
@@ -136,7 +139,7 @@ def _plan(run: PreparedRun) -> Plan:
         cpu_offload=options.optim.cpu_offload,
         activations_offload=options.activations_offload,
         num_attributes=run.data.objective.output_columns.count,
-        equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
+        equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype, attention),
         fused_kernels=choose_kernels(options.pointwise_kernels) is not EAGER,
     )
 

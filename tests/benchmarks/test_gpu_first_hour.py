@@ -321,19 +321,24 @@ def test_training_is_compared_by_the_fastest_settings(hour: ModuleType, tmp_path
     context = hour.Hour("cuda", 1, "bf16", tmp_path, None, None, 989.0, "python", "python")
     assert "--ours" not in part.command(context, 60.0)
     row = {"texts": "up to 2,048 tokens", "tokens/s": 1.0, "pointwise_kernels": "triton"}
+    row["attention_kernels"] = "torch"
     rows = [{**row, "cuda_graphs": True, "micro_batch_tokens": 32768}]
     context.output("width-2048").write_text(json.dumps(rows))
     words = part.command(context, 60.0)
-    assert words[words.index("--ours") + 1 :][:3] == [
+    assert words[words.index("--ours") + 1 :][:4] == [
         'model.pointwise_kernels="triton"',
+        'model.attention_kernels="torch"',
         "model.cuda_graphs=true",
         "model.micro_batch_tokens=32768",
     ]
 
 
 def test_wheels_come_before_the_packages_of_the_machine(tmp_path: Path) -> None:
+    """A wheel's .pth file is read, too."""
     with zipfile.ZipFile(tmp_path / "psutil-9.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("psutil/__init__.py", "raise SystemExit('from the wheel')")
+        wheel.writestr("psutil/__init__.py", "import elsewhere")
+        wheel.writestr("folders.pth", "inner\n")
+        wheel.writestr("inner/elsewhere.py", "raise SystemExit('from the wheel')")
     command = [*SCRIPT[:2], "--wheels", str(tmp_path), *SCRIPT[2:]]
     env = tiny.environment(TMPDIR=str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, env=env)

@@ -72,6 +72,8 @@ def variants(load: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = load("step_variants")
     choice = importlib.import_module("nemo_aligner.config.model").PointwiseChoice
     monkeypatch.setattr(module, "available_kernels", lambda: tuple(choice))
+    attention = importlib.import_module("nemo_aligner.config.kernels").AttentionChoice
+    monkeypatch.setattr(module, "available_packages", lambda: (attention.flash_attn_4,))
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "now", lambda: 0.0)
     return module
@@ -86,23 +88,27 @@ def test_variants_go_on_with_what_was_fastest(load: Any, variants: ModuleType) -
             return {"note": "it failed"}
         speeds = {"eager": 1.0, "triton": 2.0, "compile": 1.5}
         faster = point["cuda_graphs"] + (point["micro_batch_tokens"] == 8)
+        faster += 0.5 * (point["attention_kernels"] == "flash_attn_4")
         return {"tokens/s": speeds[point["pointwise_kernels"]] + faster}
 
     rows = list(variants.Experiment(BASE, (4, 8, 2), [(1024, 2)], run, lambda: 60.0).rows())
-    names = ("texts", "pointwise_kernels", "cuda_graphs", "micro_batch_tokens")
+    kernels = ("pointwise_kernels", "attention_kernels")
+    names = ("texts", *kernels, "cuda_graphs", "micro_batch_tokens")
     spread = "up to 2,048 tokens"
     assert [tuple(row[name] for name in names) for row in rows] == [
-        (spread, "eager", False, 4),
-        (spread, "triton", False, 4),
-        (spread, "triton", True, 4),
-        (spread, "triton", True, 8),
-        ("1,024 tokens", "triton", True, 2048),
-        (spread, "compile", False, 4),
-        (spread, "liger", False, 4),
-        (spread, "triton", True, 2),
+        (spread, "eager", "torch", False, 4),
+        (spread, "triton", "torch", False, 4),
+        (spread, "triton", "flash_attn_4", False, 4),
+        (spread, "triton", "flash_attn_4", True, 4),
+        (spread, "triton", "flash_attn_4", True, 8),
+        ("1,024 tokens", "triton", "flash_attn_4", True, 2048),
+        (spread, "compile", "torch", False, 4),
+        (spread, "liger", "torch", False, 4),
+        (spread, "triton", "flash_attn_4", True, 2),
     ]
     assert rows[-2]["note"] == "it failed"
-    assert load("step_settings").fastest(rows) == load("step_settings").Variant("triton", True, 8)
+    best = load("step_settings").Variant("triton", "flash_attn_4", True, 8)
+    assert load("step_settings").fastest(rows) == best
 
 
 def test_variants_that_no_time_is_left_for_say_so(
@@ -112,7 +118,7 @@ def test_variants_that_no_time_is_left_for_say_so(
     monkeypatch.setattr(variants, "now", lambda: float(next(clock)))
     run = lambda point: {"tokens/s": 1.0}  # noqa: E731
     rows = list(variants.Experiment(BASE, (4,), (), run, lambda: 0.5).rows())
-    assert [row.get("note") for row in rows] == [None, *["no time was left"] * 4]
+    assert [row.get("note") for row in rows] == [None, *["no time was left"] * 5]
 
 
 def scored(work: str, settings: str, speed: float, ratio: float) -> dict[str, Any]:
@@ -122,7 +128,12 @@ def scored(work: str, settings: str, speed: float, ratio: float) -> dict[str, An
 
 def test_goals_are_told_with_what_was_measured(load: Any) -> None:
     summary = load("first_hour_summary")
-    step = {"texts": "up to 2,048 tokens", "pointwise_kernels": "eager", "cuda_graphs": False}
+    step = {
+        "texts": "up to 2,048 tokens",
+        "pointwise_kernels": "eager",
+        "attention_kernels": "torch",
+        "cuda_graphs": False,
+    }
     rows = {
         "width-2048": [
             {**step, "micro_batch_tokens": 8, "tokens/s": 90_000.0, "MFU": 0.4},
@@ -164,6 +175,7 @@ def test_goals_are_told_with_what_was_measured(load: Any) -> None:
     }
     training, scoring = summary.recommended_settings(rows)
     assert training["settings"] == (
-        "model.pointwise_kernels=eager, model.cuda_graphs=False, model.micro_batch_tokens=16"
+        "model.pointwise_kernels=eager, model.attention_kernels=torch, model.cuda_graphs=False, "
+        "model.micro_batch_tokens=16"
     )
     assert scoring["settings"] == "rows by default"

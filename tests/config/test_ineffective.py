@@ -31,7 +31,7 @@ LAYOUT = ROWS | under(
     "model",
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
     "context_parallel_size cp_comm_type "
-    "sequence_parallel batch_invariant cuda_graphs pointwise_kernels",
+    "sequence_parallel batch_invariant cuda_graphs pointwise_kernels attention_kernels",
 )
 LOGS = {"gateway": "gateway", "serve": "server", "serve_critic": "server"}
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")

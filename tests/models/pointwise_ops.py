@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.pointwise.choice import load_kernels

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.config.model import DeltaChoice, Recompute
+from nemo_aligner.config.kernels import DeltaChoice
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import delta_choice
 from nemo_aligner.models.delta_choice import check_delta_choice, try_kernel, use_delta_kernel

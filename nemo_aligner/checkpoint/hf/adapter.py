@@ -48,7 +48,7 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_json
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import TORCH_KERNELS
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
@@ -181,7 +181,7 @@ def _export_adapter(
     lora = _require_lora(folder, archive.lora, shape)
     base = _BaseModel.of(base_name, archive)
     say(f"scoring samples with {folder.source} ...")
-    loaded = reward_model_of(folder, layout, Precision.fp32, PointwiseChoice.eager)
+    loaded = reward_model_of(folder, layout, Precision.fp32, TORCH_KERNELS)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")

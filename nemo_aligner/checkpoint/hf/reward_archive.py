@@ -42,7 +42,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.checkpoint.weights.store import TensorStore
 from nemo_aligner.config.common import Aggregate, Precision
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import TORCH_KERNELS
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -72,7 +72,7 @@ def build_reference_model(folder: NemoFolder, layout: ParallelLayout) -> LoadedR
         folder,
         layout,
         Precision.fp32,
-        pointwise_kernels=PointwiseChoice.eager,
+        kernels=TORCH_KERNELS,
         with_adapters=False,
     )
 

@@ -43,11 +43,11 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
 from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, fill_outlines, save_weights
 from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.kernels import DEFAULT_KERNELS, KernelChoices
 from nemo_aligner.config.model import (
     DataConfig,
     HeadConfig,
     ModelConfig,
-    PointwiseChoice,
     Recompute,
     RegressionConfig,
     ScoredPosition,
@@ -204,7 +204,7 @@ def load_pretrained(
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
     lora_dropout: LoraDropout | None = None,
-    pointwise_kernels: PointwiseChoice | None = None,
+    kernels: KernelChoices = DEFAULT_KERNELS,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
@@ -238,7 +238,7 @@ def load_pretrained(
             reads_every_token=reads_every_token,
             reply_marker=reply_marker,
             lora_dropout=lora_dropout,
-            pointwise_kernels=pointwise_kernels,
+            kernels=kernels,
         )
         decide_together(current_device(), gather_objects, model.has_states)
         # Check the head first, because loading the backbone takes long.
@@ -267,7 +267,7 @@ def load_reward_model(
     path: str | Path,
     layout: ParallelLayout,
     precision: Precision | None = None,
-    pointwise_kernels: PointwiseChoice | None = None,
+    kernels: KernelChoices = DEFAULT_KERNELS,
     bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Load a finished reward model to score with; collective.
@@ -275,7 +275,7 @@ def load_reward_model(
     Args:
         precision: precision of the backbone; None means that of the contract. The returned contract
             records it.
-        pointwise_kernels: which kernels compute elementwise operations; see ``choose_kernels``.
+        kernels: which implementations compute the operations of the model.
         bodies: loaded models of the same layout and kernels. If one of them has the same body, the
             model shares it; otherwise the model is added.
 
@@ -283,14 +283,14 @@ def load_reward_model(
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
-        return reward_model_of(folder, layout, precision, pointwise_kernels, bodies)
+        return reward_model_of(folder, layout, precision, kernels, bodies)
 
 
 def reward_model_of(
     folder: NemoFolder,
     layout: ParallelLayout,
     precision: Precision | None,
-    pointwise_kernels: PointwiseChoice | None,
+    kernels: KernelChoices,
     bodies: Bodies | None = None,
 ) -> LoadedRewardModel:
     """Load like ``load_reward_model``, but from an archive that is already open; collective."""
@@ -300,7 +300,7 @@ def reward_model_of(
         folder,
         layout,
         precision,
-        pointwise_kernels=pointwise_kernels,
+        kernels=kernels,
         frees_body=source is not None,
     )
     if source is None:
@@ -333,7 +333,7 @@ def reward_model_without_weights(
     layout: ParallelLayout,
     precision: Precision | None,
     *,
-    pointwise_kernels: PointwiseChoice | None,
+    kernels: KernelChoices,
     with_adapters: bool = True,
     frees_body: bool = False,
 ) -> LoadedRewardModel:
@@ -366,7 +366,7 @@ def reward_model_without_weights(
         num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
         reply_marker=contract.reply_marker,
-        pointwise_kernels=pointwise_kernels,
+        kernels=kernels,
         frees_body=frees_body,
     )
     decide_together(current_device(), gather_objects, model.has_states)

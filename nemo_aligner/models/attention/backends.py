@@ -22,8 +22,9 @@ from typing import Any, Generic, cast
 import torch
 from torch import Tensor
 
+from nemo_aligner.config.kernels import AttentionChoice
 from nemo_aligner.cpu import block_attention, kernel_attention, training_attention
-from nemo_aligner.models.attention import one_by_one, ring, varlen
+from nemo_aligner.models.attention import flash_packages, one_by_one, ring, varlen
 from nemo_aligner.models.attention.segments import (
     PackedSegments,
     Plan,
@@ -61,6 +62,8 @@ class Case:
         has_all_keys: the layer itself brings together the keys and values of all tokens, ``[C +
             T, groups, c]``: first those of the C cached tokens, then those of the pack's T tokens
             on all ranks.
+        kernels: the library whose kernels a GPU uses where they support the case
+            (``model.attention_kernels``).
     """
 
     device: str
@@ -72,6 +75,7 @@ class Case:
     learns: bool
     uses_ring: bool = False
     has_all_keys: bool = False
+    kernels: AttentionChoice = AttentionChoice.torch
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -143,6 +147,7 @@ class Backend(Generic[Plan]):
         compute: computes the output ``[n, heads, c]`` from a layer's heads and the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one kernel call computes a whole pack; else every segment needs its own call.
+        kernels: the library that a case must name for this backend; None if it need name none.
     """
 
     name: str
@@ -151,6 +156,7 @@ class Backend(Generic[Plan]):
     compute: Callable[[Heads, PackedSegments, Case, Plan], Tensor]
     plan: Callable[[PackedSegments, Case], Plan]
     takes_packs: bool = True
+    kernels: AttentionChoice | None = None
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
         """Compute the output ``[n, heads, c]`` of a layer's heads.
@@ -164,7 +170,8 @@ class Backend(Generic[Plan]):
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend supports the case's features and computes it on this machine."""
-        return case.features <= self.features and self.runs(case)
+        is_named = self.kernels is None or self.kernels is case.kernels
+        return is_named and case.features <= self.features and self.runs(case)
 
 
 def choose_backend(case: Case) -> Backend[Any]:
@@ -322,7 +329,7 @@ def _is_scored_on_cpu(case: Case) -> bool:
 
 
 def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
-    """Make the ``Backend.runs`` of a FlashAttention 2 kernel.
+    """Make the ``Backend.runs`` of a kernel that computes a whole pack on a GPU.
 
     Args:
         is_there: tells if the kernel is installed; with the argument True, a kernel that also
@@ -355,6 +362,22 @@ BACKENDS: tuple[Backend[Any], ...] = (
         _plan_calls,
     ),
     Backend(
+        "FlashAttention 3",
+        _WINDOWS_AND_CAPS,
+        _runs_varlen(flash_packages.has_flash_attn_3),
+        _by_varlen(flash_packages.by_flash_attn_3),
+        _plan_nothing,
+        kernels=AttentionChoice.flash_attn_3,
+    ),
+    Backend(
+        "flash-attn-4",
+        _WINDOWS_AND_CAPS | _SINKS,
+        _runs_varlen(flash_packages.has_flash_attn_4),
+        _by_varlen(flash_packages.by_flash_attn_4),
+        _plan_nothing,
+        kernels=AttentionChoice.flash_attn_4,
+    ),
+    Backend(
         "torch's varlen function",
         _WINDOWS,
         _runs_varlen(varlen.has_public_function),
@@ -371,8 +394,8 @@ BACKENDS: tuple[Backend[Any], ...] = (
     Backend(
         "flash-attn",
         _WINDOWS_AND_CAPS,
-        _runs_varlen(varlen.has_flash_attn),
-        _by_varlen(varlen.by_flash_attn),
+        _runs_varlen(flash_packages.has_flash_attn),
+        _by_varlen(flash_packages.by_flash_attn),
         _plan_nothing,
     ),
     Backend(
@@ -405,19 +428,24 @@ def scores_of(shape: ModelShape, layer_number: int) -> Scores:
     return Scores(shape.softmax_scale, window, cap, has_sinks)
 
 
-def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
+def gpu_cases(
+    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+) -> Iterator[Case]:
     """Yield the ``Case`` that every layer's attention has when the model scores on a GPU."""
     for layer_number in range(1, shape.num_layers + 1):
         layer, scores = shape.of_layer(layer_number), scores_of(shape, layer_number)
         heads = layer.num_attention_heads, layer.num_query_groups
-        yield Case("cuda", dtype, *heads, layer.kv_channels, scores, learns=False)
+        kind = "cuda", dtype, *heads, layer.kv_channels
+        yield Case(*kind, scores, learns=False, kernels=kernels)
 
 
-def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
+def slow_attention(
+    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+) -> str | None:
     """Return a warning that says why attention is slow on this GPU; None if it is not slow."""
     if not torch.cuda.is_available():
         return None
-    if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
+    if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype, kernels)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
     channels = widest_head(shape)
@@ -450,13 +478,15 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
     return varlen.why_no_kernel(dtype, widest_head(shape))
 
 
-def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
+def copies_keys(
+    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+) -> bool:
     """Tell if attention on this GPU copies keys and values for each query head.
 
     The dry run of a training adds the copies to its estimate of memory.
     """
     return (
         copies_keys_without_flash(shape)
-        and slow_attention(shape, dtype) is not None
+        and slow_attention(shape, dtype, kernels) is not None
         and one_by_one.takes_equal_heads(dtype, widest_head(shape))
     )

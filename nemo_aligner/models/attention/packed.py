@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from nemo_aligner.config.kernels import AttentionChoice
 from nemo_aligner.config.model import ContextExchange
 from nemo_aligner.cpu import kernels
 from nemo_aligner.models.attention.backends import (
@@ -59,6 +60,7 @@ class PackedAttention(MegatronModule):
     Attributes:
         norms_after_rope: queries and keys are normed after RoPE, so the decoder layer passes the
             two norms to ``forward``.
+        kernels: the library of attention kernels on a GPU (``use_attention_kernels``).
         softmax_offset: logits ``[heads]`` of the attention sinks of this rank's query heads, by
             megatron-core's name; None if the model has none.
     """
@@ -73,6 +75,7 @@ class PackedAttention(MegatronModule):
         self.norms_after_rope = shape.qk_layernorm and shape.qk_norm_after_rope
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
+        self.kernels = AttentionChoice.torch
         self._group = parallel_state.get_tensor_model_parallel_group()
         self.register_parameter("softmax_offset", None)
         if shape.attention_sinks:
@@ -87,7 +90,8 @@ class PackedAttention(MegatronModule):
         config = self.config
         heads = config.num_attention_heads, config.num_query_groups
         kind = "cuda", config.params_dtype, *heads, config.kv_channels
-        return choose_backend(Case(*kind, self.scores, learns=False)).takes_packs
+        case = Case(*kind, self.scores, learns=False, kernels=self.kernels)
+        return choose_backend(case).takes_packs
 
     def forward(
         self,
@@ -190,7 +194,7 @@ class PackedAttention(MegatronModule):
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
-        return Case(*kind, scores, is_learning, self.uses_ring(segments))
+        return Case(*kind, scores, is_learning, self.uses_ring(segments), kernels=self.kernels)
 
     def _attend(
         self,

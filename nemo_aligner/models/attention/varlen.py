@@ -1,14 +1,13 @@
 """Attention of a whole pack by one call of variable-length FlashAttention 2 on a GPU.
 
 torch has had the kernel as an operator since 2.8, and as a public function since 2.10. Both support
-windows since 2.11, and the function supports grouped heads since 2.12. The package flash-attn
-supports windows and soft caps since its version 2.6. Only the operator supports attention sinks.
+windows since 2.11, and the function supports grouped heads since 2.12. Only the operator supports
+attention sinks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -54,11 +53,6 @@ def has_operator(with_window: bool) -> bool:
     return not with_window or "window_size" in _varlen_parameters()
 
 
-def has_flash_attn(with_window: bool) -> bool:
-    """Tell if flash-attn with soft caps is installed; such versions also support windows."""
-    return _flash_attn() is not None
-
-
 @cache
 def _varlen_parameters() -> frozenset[str]:
     """Return the parameter names of torch's public function, which tell what it supports.
@@ -85,7 +79,7 @@ def by_public_function(tensors: Tensors, segments: PackedSegments, scores: Score
     return varlen_attn(  # type: ignore[return-value]
         *packed_arguments(query, key, value, segments, scores),
         scale=scores.scale,
-        window_size=_window(scores),
+        window_size=window_of(scores),
         enable_gqa=query.size(1) != key.size(1),
     )
 
@@ -101,7 +95,7 @@ def by_operator(tensors: Tensors, segments: PackedSegments, scores: Scores) -> T
     arguments = packed_arguments(query, key, value, segments, scores)
     options: dict[str, Any] = {"scale": scores.scale}
     if scores.window is not None:
-        keys_before, keys_after = _window(scores)
+        keys_before, keys_after = window_of(scores)
         options |= {"window_size_left": keys_before, "window_size_right": keys_after}
     is_causal = scores.window is None
     if sinks is not None:
@@ -155,40 +149,12 @@ class _WithSinks(Function):
         return *gradients, to_sinks, None, None, None
 
 
-def by_flash_attn(tensors: Tensors, segments: PackedSegments, scores: Scores) -> Tensor:
-    """Attend with the package flash-attn, which supports windows and soft caps.
-
-    Arguments and result are those of ``by_public_function``.
-    """
-    attend = _flash_attn()
-    assert attend is not None
-    query, key, value, _ = tensors
-    return attend(
-        *packed_arguments(query, key, value, segments, scores),
-        softmax_scale=scores.scale,
-        causal=True,
-        window_size=_window(scores),
-        softcap=scores.soft_cap or 0.0,
-    )
-
-
-@cache
-def _flash_attn() -> Callable[..., Tensor] | None:
-    """Return flash-attn's function; None if it is not installed, or has no soft caps."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    has_caps = "softcap" in inspect.signature(flash_attn_varlen_func).parameters
-    return flash_attn_varlen_func if has_caps else None
-
-
 def packed_arguments(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """Return the arguments that torch's function, torch's operator and flash-attn have in common.
+    """Return the arguments that torch's function and operator and other packages have in common.
 
-    All three align the causal mask to the end of the keys, as shared and cached prefixes require.
+    All of them align the causal mask to the end of the keys, as shared and cached prefixes require.
 
     Returns:
         The queries, the keys and the values, prefixes included; the segments' bounds among queries
@@ -208,6 +174,6 @@ def packed_arguments(
     return query, key, value, *bounds, max(2, segments.max_length), max_keys
 
 
-def _window(scores: Scores) -> tuple[int, int]:
+def window_of(scores: Scores) -> tuple[int, int]:
     """Return how many keys a query sees before its own position (-1 for all) and after it."""
     return (-1 if scores.window is None else scores.window - 1), 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.distributed.collectives import agree, current_device
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.utils.errors import ConfigError, one_line

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.models.internals import allow_recompiles
 from nemo_aligner.models.pointwise.fused import fused_kernels
 from nemo_aligner.models.pointwise.operations import PointwiseKernels

@@ -12,7 +12,7 @@ from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 from torch import Tensor
 
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.models.pointwise import eager
 from nemo_aligner.models.pointwise.fused import FLOATS
 from nemo_aligner.models.pointwise.operations import PointwiseKernels

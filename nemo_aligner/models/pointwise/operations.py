@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.models.pointwise import eager
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.models.pointwise.fused import fused_kernels
 
 # Number of elements in a tile. Narrow rows share a tile, so that every thread has work.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import PREFIX_CACHE_STATES, Precision
-from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
+from nemo_aligner.config.kernels import DEFAULT_KERNELS, KernelChoices
+from nemo_aligner.config.model import ROWS_BY_DEVICE
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
@@ -299,7 +300,7 @@ def load_scorer(
     watch: Watch = unwatched,
     prefix_cache_tokens: int = 0,
     invariant_rows: int | None = ROWS_BY_DEVICE,
-    pointwise_kernels: PointwiseChoice | None = None,
+    kernels: KernelChoices = DEFAULT_KERNELS,
     can_offload: bool = False,
     cuda_graphs: bool = False,
     prefix_cache_states: int = PREFIX_CACHE_STATES,
@@ -316,7 +317,7 @@ def load_scorer(
         prefix_cache_tokens: size of the prefix cache; 0 for none.
         invariant_rows: rows per matmul, with which rewards are bit-identical in any batch; see
             ``make_batch_invariant``.
-        pointwise_kernels: which kernels compute elementwise operations; see ``choose_kernels``.
+        kernels: which implementations compute the operations of the model.
         can_offload: whether an OffloadGroup moves the weights. They then keep torch's memory
             layout, which is slower on a CPU.
         cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
@@ -327,7 +328,7 @@ def load_scorer(
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
-    loaded = load_reward_model(path, layout, precision, pointwise_kernels, bodies)
+    loaded = load_reward_model(path, layout, precision, kernels, bodies)
     make_batch_invariant(loaded.model, invariant_rows)
     if cuda_graphs and can_offload:
         logger.warning("model.cuda_graphs: ignored, because cpu_offload moves the weights")

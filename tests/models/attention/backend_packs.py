@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.cache_use import CachedPrefix
 from nemo_aligner.batch.packed import Group, PackedBatch
+from nemo_aligner.config.kernels import AttentionChoice
 from nemo_aligner.models.attention.backends import RING, Backend, Case, Heads
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from tests.models.attention.rings import attend_in_ring
@@ -146,12 +147,13 @@ def cases_of(
     kinds = product(learning, KEY_HEADS, WINDOWS, SOFT_CAPS, (False, True))
     for learns, (key_heads, scale), window, cap, has_sinks in kinds:
         scores = Scores(scale, window, cap, has_sinks)
-        heads = QUERY_HEADS, key_heads, channels
+        heads, rest = (QUERY_HEADS, key_heads, channels), (learns, backend is RING)
+        kernels = backend.kernels or AttentionChoice.torch
         with torch.set_grad_enabled(learns):
             fitting = (
                 case
                 for dtype in dtypes
-                for case in [Case(device, dtype, *heads, scores, learns, backend is RING)]
+                for case in [Case(device, dtype, *heads, scores, *rest, kernels=kernels)]
                 if backend.fits(case)
             )
             case = next(fitting, None)

@@ -23,7 +23,13 @@ from tests.models.attention.varlen_stand_in import use_stand_ins
 
 DTYPES = torch.float64, torch.float32
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6}
-GPU_BACKENDS = {"torch's varlen function", "torch's varlen operator", "flash-attn"}
+GPU_BACKENDS = {
+    "FlashAttention 3",
+    "flash-attn-4",
+    "torch's varlen function",
+    "torch's varlen operator",
+    "flash-attn",
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

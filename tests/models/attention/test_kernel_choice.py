@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import CausalBias
 
-from nemo_aligner.models.attention import one_by_one, varlen
+from nemo_aligner.models.attention import flash_packages, one_by_one, varlen
 from nemo_aligner.models.attention.backends import (
     Backend,
     Case,
@@ -54,9 +54,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H100, on which nothing runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    varlen._flash_attn.cache_clear()
+    flash_packages._flash_attn.cache_clear()
     yield
-    varlen._flash_attn.cache_clear()
+    flash_packages._flash_attn.cache_clear()
 
 
 def parameters(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -145,7 +145,7 @@ def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -
 
     # Before 2.6 it has no cap.
     module.flash_attn_varlen_func = lambda *tensors, causal: None  # type: ignore[attr-defined]
-    varlen._flash_attn.cache_clear()
+    flash_packages._flash_attn.cache_clear()
     assert not chosen(None, 30.0)[0].takes_packs
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention import varlen
+from nemo_aligner.config.kernels import AttentionChoice
+from nemo_aligner.models.attention import flash_packages, varlen
 
 
 def attend_by_bounds(
@@ -119,9 +120,61 @@ def flash_attn_varlen_func(
     return attend_by_bounds(*arguments, **options)[0]
 
 
+def flash_attn_3_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int = 1,
+) -> Tensor:
+    """Compute with the signature that FlashAttention 3 has since it no longer returns sums."""
+    assert causal
+    assert num_splits == 1
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = {"scale": softmax_scale, "window": (window_size[0], 0), "soft_cap": softcap}
+    return attend_by_bounds(q, k, v, *bounds, **options)[0]
+
+
+def flash_attn_4_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    *,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute with the signature of flash-attn-4, whose fourth tensor is another than in others."""
+    assert qv is None
+    assert window_size == (None, None) or (window_size[0] or 0) >= 0
+    before = -1 if window_size[0] is None else window_size[0]
+    attended = flash_attn_3_varlen_func(q, k, v, window_size=(before, 0), **options)
+    if learnable_sink is not None:
+        named = {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        bounds = *named.values(), options["max_seqlen_q"], options["max_seqlen_k"]
+        scoring = {"scale": options["softmax_scale"], "window": (before, 0)}
+        sums = attend_by_bounds(q, k, v, *bounds, soft_cap=options["softcap"], **scoring)[1]
+        attended = attended * torch.sigmoid(sums - learnable_sink[:, None]).t()[..., None]
+    return attended, None
+
+
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the three varlen backends call the stand-in."""
+    """Have all varlen backends call the stand-in."""
     monkeypatch.setattr(varlen, "gpu_flash_attention", _operator)
     monkeypatch.setattr(varlen, "gpu_flash_attention_backward", _operator_backward)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_attn)
-    monkeypatch.setattr(varlen, "_flash_attn", lambda: flash_attn_varlen_func)
+    monkeypatch.setattr(flash_packages, "_flash_attn", lambda: flash_attn_varlen_func)
+    newer = {
+        AttentionChoice.flash_attn_3: flash_attn_3_varlen_func,
+        AttentionChoice.flash_attn_4: flash_attn_4_varlen_func,
+    }
+    monkeypatch.setattr(flash_packages, "load_function", newer.__getitem__)

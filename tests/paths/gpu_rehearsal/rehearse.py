@@ -32,11 +32,13 @@ HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 @contextmanager
 def installed(modules: dict[str, str | None]) -> Iterator[None]:
     """Replace modules by name with other modules, or with None."""
-    from nemo_aligner.models.attention import varlen
+    from nemo_aligner.models.attention import flash_packages, varlen
 
     def forget() -> None:
         varlen._varlen_parameters.cache_clear()
-        varlen._flash_attn.cache_clear()
+        flash_packages._flash_attn.cache_clear()
+        flash_packages.load_function.cache_clear()
+        flash_packages.why_unavailable.cache_clear()
 
     previous = {name: sys.modules.pop(name, None) for name in modules}
     for name, other in modules.items():
@@ -76,6 +78,7 @@ def main(tasks: str, results: str) -> None:
     with fake_gpu() as watch:
         # Imported only now: importing prepares megatron-core for the available devices.
         from nemo_aligner.models import delta_choice
+        from nemo_aligner.models.attention import choice as attention_choice
         from nemo_aligner.models.pointwise import choice
         from tests.paths.gpu_rehearsal.scenes import mark_phases
 
@@ -84,6 +87,7 @@ def main(tasks: str, results: str) -> None:
         sys.modules |= {"triton": fake_triton, "triton.language": fake_triton.language}
         # Fake tensors have no values that could be compared.
         choice.try_kernels = delta_choice.try_kernel = lambda *unused: None
+        attention_choice.try_kernels = lambda *unused: None
         # Tasks collect garbage to count the bytes that are kept; imported modules never become any.
         gc.freeze()
         task_results = [run(watch, task) for task in json.loads(tasks)]

@@ -24,8 +24,9 @@ from nemo_aligner.checkpoint.decoder_tensors import HEAD, model_tensors, numbere
 from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.kernels import AttentionChoice, DeltaChoice, KernelChoices, PointwiseChoice
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.model import DeltaChoice, OptimConfig, PointwiseChoice, Recompute
+from nemo_aligner.config.model import OptimConfig, Recompute
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import (
@@ -219,12 +220,14 @@ def one_rank(
     offload: bool = False,
     unheeded: Sequence[str] = (),
     delta: str = "torch",
+    attention: str = "torch",
 ) -> Found:
     gc.collect()
     bytes_of_others = watch.allocated()
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
-    model = build_reward_model(shape, layout, num_attributes=1, **kinds)
+    choices = KernelChoices(attention=AttentionChoice(attention))
+    model = build_reward_model(shape, layout, num_attributes=1, kernels=choices, **kinds)
     if kernels is not None:
         use_pointwise_kernels(model, load_kernels(PointwiseChoice(kernels)))
     use_delta_kernel(model, DeltaChoice(delta), shape)

@@ -22,6 +22,9 @@ LAYERS_AND_PACKS = 2 * 2
 WITH_CAP = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
 OLD_TORCH = {"torch.nn.attention.varlen": None}  # torch 2.8 and 2.9 do not have this module
 FLASH_ATTN = {"flash_attn": "tests.paths.gpu_rehearsal.fake_flash_attn"}
+NEWER_FLASH = dict.fromkeys(
+    ("flash_attn_interface", "flash_attn.cute"), "tests.paths.gpu_rehearsal.fake_newer_flash_attn"
+)
 
 
 def steps(
@@ -140,6 +143,8 @@ ACCEPTED = {
     "old torch": steps(modules=OLD_TORCH),
     "old torch, prefix": steps(modules=OLD_TORCH, prefix=64),
     "cap by flash-attn": steps(shape=WITH_CAP, modules=FLASH_ATTN),
+    "FlashAttention 3": steps(attention="flash_attn_3", modules=NEWER_FLASH, prefix=64),
+    "cap by flash-attn-4": steps(shape=WITH_CAP, attention="flash_attn_4", modules=NEWER_FLASH),
 }
 GRAPHS = {
     "graphs": {"run": "graphs", "with": {"shape": {}, "prefix": 0}},
@@ -153,7 +158,7 @@ GRAPHS = {
 ATTENTION: dict[str, Task] = {
     name: {"run": "attention", "with": {"every": every}, "modules": modules}
     for name, every, modules in (
-        ("attention", 13, FLASH_ATTN),
+        ("attention", 13, FLASH_ATTN | NEWER_FLASH),
         ("attention, old torch", 61, {**OLD_TORCH, "flash_attn": None}),
     )
 }
@@ -286,6 +291,8 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
+    for name in ("FlashAttention 3", "cap by flash-attn-4"):
+        assert FLASH[0] not in plain[name]["ranks"][0]["operations"]  # torch's own function
     alone = plain["one GPU"]  # a process that sees one GPU uses it
     assert alone["device"] == "cuda:0"
 
