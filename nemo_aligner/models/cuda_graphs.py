@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from nemo_aligner.batch.cache_use import CacheUse
+from nemo_aligner.models.attention.key_copies import Copies
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.experts import routers
 from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients
@@ -57,7 +58,7 @@ class DecoderInputs:
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
         tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
         if segments.kv_index is not None:
-            tensors.append(segments.kv_index)
+            tensors += [segments.kv_index, *(segments.copies or ())]
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
@@ -83,6 +84,7 @@ class DecoderInputs:
             cu_seqlens=segments.cu_seqlens.clone(),
             kv_cu_seqlens=segments.kv_cu_seqlens.clone(),
             kv_index=None if segments.kv_index is None else segments.kv_index.clone(),
+            copies=segments.copies and Copies(*(tensor.clone() for tensor in segments.copies)),
             cached=use and CacheUse(use.lengths, *(index.clone() for index in use.tensors())),
         )
         context = PackContext(fixed, self.context.read_rows.clone())

@@ -153,8 +153,8 @@ def collect_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
     """Sum the routers' ``load`` over all ranks, and reset it to 0; collective.
 
     Returns:
-        ``[L, E]`` int64: how many tokens were sent to each expert since the last call; 0 in layers
-        without experts.
+        ``[L, E]`` int64 on the CPU: how many tokens were sent to each expert since the last call; 0
+        in layers without experts.
 
     Args:
         num_layers: L, the number of layers of the whole model.
@@ -169,7 +169,7 @@ def collect_load(model: Any, num_layers: int, num_experts: int) -> Tensor:
         router.load.zero_()
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
-    return total
+    return total.cpu()
 
 
 def describe_load(load: Tensor) -> dict[str, float]:

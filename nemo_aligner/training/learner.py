@@ -146,10 +146,13 @@ class RewardLearner:
         # raises on all ranks.
         rewards = self._gather(local_rewards, plan.packs, step_records.records)
         check_rewards(step_records, rewards, self.objective.loss)
-        metrics = measure_step(self.objective, rewards, step_records.records)
-        metrics |= self._update(step_records, loss_scale)
-        if self._load_size is not None:
-            metrics |= describe_load(collect_load(self.model, *self._load_size))
+        # Read the load before the update begins, because a GPU would finish the update first.
+        load = collect_load(self.model, *self._load_size) if self._load_size else None
+        update = self._update(step_records, loss_scale)
+        # On a GPU the update is only queued by now, so the rest runs next to it.
+        metrics = measure_step(self.objective, rewards, step_records.records) | update
+        if load is not None:
+            metrics |= describe_load(load)
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))

@@ -155,7 +155,7 @@ class Optimizer:
                 # of squares would lose precision.
                 sums[index] = get_total_norm(gradients) ** 2.0
         dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
-        overflows, *squares = sums.tolist()  # the host waits for the GPU only here
+        overflows, *squares = sums.tolist()
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
@@ -386,13 +386,38 @@ def build_optimizer(
     optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
     # Megatron's pipeline schedules call two functions that the model's config holds.
     # ``grad_scale_func`` scales the loss. ``finalize_model_grads_func`` is called after the last
-    # micro-batch: it waits until gradients are reduced over data parallel ranks, sums the gradients
-    # of norms over tensor parallel ranks (with sequence parallelism), and divides all gradients by
-    # the global count of losses.
+    # micro-batch.
     model_config = model.module.config
-    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.finalize_model_grads_func = finalize_gradients
     model_config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def finalize_gradients(
+    model: list[DistributedDataParallel], num_losses: Tensor | None = None, **options: Any
+) -> None:
+    """Complete the gradients of a step after its last micro-batch; collective.
+
+    Gradients are reduced over data parallel ranks, those of norms are summed over tensor parallel
+    ranks (with sequence parallelism), and all are divided by the global count of losses. Megatron's
+    ``finalize_model_grads`` also does the last, but the host reads the count for it, and waits for
+    the GPU.
+
+    Args:
+        model: Megatron's data parallel wrapper, as the only element of a list.
+        num_losses: ``[]`` integer: how many losses this data parallel rank has summed. Only the
+            last pipeline stage has the number. None divides by nothing.
+    """
+    finalize_model_grads(model, None, **options)
+    if num_losses is None:
+        return
+    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(num_losses, src=last_stage, group=stages)
+    dist.all_reduce(num_losses, group=parallel_state.get_data_parallel_group(True))
+    factor = 1.0 / num_losses.clamp(min=1)  # without any loss, all gradients are 0
+    for wrapped in model:
+        wrapped.scale_gradients(factor)
 
 
 def _build_states(

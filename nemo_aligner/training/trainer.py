@@ -25,7 +25,6 @@ from nemo_aligner.distributed.collectives import (
     agree_on,
     current_device,
     gather_objects,
-    wait_for_device,
 )
 from nemo_aligner.metrics.table import Shown, all_metrics, split_name
 from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
@@ -210,10 +209,9 @@ class SupervisedTrainer:
         is_first = self._step == self._start.step
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
+            # A GPU still computes this step's update afterwards, while the host logs the metrics
+            # and prepares the next step, whose time then includes the rest of the update.
             metrics = self._learner.train_step(self._step)
-            # Wait for the GPU, so that the time of this step's update does not count for the next
-            # step.
-            wait_for_device()
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()

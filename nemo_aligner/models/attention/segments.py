@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_aligner.batch.cache_use import CacheUse
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import FixedSizes, PackedBatch
+from nemo_aligner.models.attention.key_copies import Copies
 from nemo_aligner.models.internals import saved_tensor_hooks
 from nemo_aligner.models.state_pool import StatePool
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
@@ -117,6 +118,8 @@ class PackedSegments:
         sizes: fixed sizes to which the bounds and ``kv_index`` are padded for CUDA graphs;
             ``sizes.length`` then stands for ``max_length`` and ``max_kv_length``. None means no
             padding.
+        copies: the copies of each of the T tokens that ``kv_index`` makes, to sum their gradients;
+            None if there are none, without gradients, on a CPU, and under context parallelism.
     """
 
     lengths: tuple[int, ...]
@@ -128,6 +131,7 @@ class PackedSegments:
     pool: KeyValuePool | None = None
     share: ContextShare | None = None
     sizes: FixedSizes | None = None
+    copies: Copies | None = None
 
     @classmethod
     def of(
@@ -160,6 +164,9 @@ class PackedSegments:
             # Copy the index to the device separately from the bounds. Autograd keeps the bounds for
             # the backward pass, and in a common buffer it would keep the index with them.
             index = to_device(index, device)
+        copies = None
+        if index is not None and index.is_cuda and torch.is_grad_enabled() and batch.share is None:
+            copies = Copies.of(index, batch.num_tokens)
         return cls(
             lengths,
             prefixes,
@@ -170,6 +177,7 @@ class PackedSegments:
             pool,
             batch.share,
             batch.sizes,
+            copies,
         )
 
     def plan(self, backend: Backend[Plan], case: Case) -> Plan:
@@ -358,7 +366,9 @@ def _pad_bounds(
     missing = sizes.keys - len(index)
     ends = (torch.arange(1, spare + 1) * sizes.length).clamp(max=missing)
     bounds = torch.cat([keys, keys[-1] + ends.to(keys.dtype)])
-    return padded, bounds, torch.cat([index, index.new_zeros(missing)])
+    # Copy different tokens: the copies of a token are summed one after the other.
+    added = torch.arange(missing) % (int(index.max()) + 1)
+    return padded, bounds, torch.cat([index, added])
 
 
 def _bounds_of(lengths: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from nemo_aligner.models.attention.key_copies import copy_rows
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.models.internals import gpu_flash_attention, gpu_flash_attention_backward
 from nemo_aligner.models.shapes.layer import why_no_flash_attention
@@ -166,7 +167,8 @@ def packed_arguments(
             # stay in memory until the backward pass.
             value = value.contiguous()
     else:
-        key, value = key[segments.kv_index], value[segments.kv_index]
+        index, copies = segments.kv_index, segments.copies
+        key, value = (copy_rows(rows, index, copies) for rows in (key, value))
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
     # Raise both upper bounds, because exact ones would let the pack select the kernel's algorithm:
     # with one query per sequence it splits the keys, and it drops a window as long as the keys.

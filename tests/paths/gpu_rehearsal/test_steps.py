@@ -353,6 +353,13 @@ def test_rehearsed_layers_launch_fused_kernels_between_their_products(
     assert "triton _rotate" not in launched("window, norms")
 
 
+def test_rehearsed_gradients_of_a_prefix_are_summed_by_one_kernel(plain: dict[str, Seen]) -> None:
+    """One for keys and one for values. Torch's backward of an index would sort it in each layer."""
+    (rank,) = plain["prefix"]["ranks"]
+    assert rank["operations"]["aten._embedding_bag_forward_only.default"] == 2 * LAYERS_AND_PACKS
+    assert rank["operations"]["aten.sort.stable"] == LAYERS_AND_PACKS // 2
+
+
 def test_rehearsed_weight_gradients_are_added_by_their_products(plain: dict[str, Seen]) -> None:
     """Four matrices a layer; in fp32 the matmul is a plain one."""
     for name, product in (("alone", "aten.addmm.dtype_out"), ("fp32", "aten.addmm_.default")):
