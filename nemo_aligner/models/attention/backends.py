@@ -288,10 +288,10 @@ def _to_all_keys(
     ) -> Tensor:
         query, sinks = heads.query, heads.sinks
         if segments.share is not None and case.learns:
-            layout, index = segments, segments.share.gathered
+            layout, index, copies = segments, segments.share.gathered, None
             if reads_index:
-                layout, index = segments.gathered_layout
-            with gathering_again(heads.key, heads.value, index) as (key, value):
+                layout, index, copies = segments.gathered_layout
+            with gathering_again(heads.key, heads.value, index, copies) as (key, value):
                 return attend((query, key, value, sinks), layout, case, plan)
         key, value = _all_keys(heads, segments, case)
         return attend((query, key, value, sinks), segments, case, plan)

@@ -284,16 +284,19 @@ class PackedSegments:
         return _gather(torch.stack(tensors, dim=1), self.share.gathered)
 
     @cached_property
-    def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
+    def gathered_layout(self) -> tuple[PackedSegments, Tensor, Copies | None]:
         """Describe these segments for keys that are gathered from all ranks in ``kv_index`` order.
 
         Returns:
-            Segments without a ``kv_index``, which these keys do not need, and ``[K]`` int64: the
-            index of each of these keys among the tokens of all ranks, rank by rank.
+            Segments without a ``kv_index``, which these keys do not need; ``[K]`` int64: the index
+            of each of these keys among the tokens of all ranks, rank by rank; and, on a GPU, the
+            copies that this index makes.
         """
         assert self.share is not None
         assert self.kv_index is not None
-        return replace(self, kv_index=None), self.share.gathered[self.kv_index]
+        index = self.share.gathered[self.kv_index]
+        copies = Copies.of(index, len(self.share.gathered)) if index.is_cuda else None
+        return replace(self, kv_index=None), index, copies
 
 
 def _as_slice(rows: Tensor) -> Tensor | slice:
@@ -474,7 +477,9 @@ class KeyValuePool:
 
 
 @contextmanager
-def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def gathering_again(
+    key: Tensor, value: Tensor, index: Tensor, copies: Copies | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """Gather the keys and values of all ranks, but let autograd save only this rank's part.
 
     The backward pass gathers them once more, so a rank keeps only ``1 / ranks`` of them in each
@@ -482,13 +487,13 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
 
     Args:
         key, value: ``[n, groups, c]`` of this rank's tokens.
-        index: see ``_gather``.
+        index, copies: see ``_gather``.
 
     Yields:
         Keys and values ``[K, groups, c]``. Save them for autograd only inside the block.
     """
     local = torch.stack([key, value], dim=1)
-    gathered = _gather(local, index)
+    gathered = _gather(local, index, copies)
     # 0 for the gathered keys, 1 for the gathered values.
     positions = {_storage(tensor): position for position, tensor in enumerate(gathered)}
     shape, gathered_again = gathered[0].shape, dict[int, Tensor]()
@@ -515,14 +520,15 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+def _gather(local: Tensor, index: Tensor, copies: Copies | None = None) -> tuple[Tensor, ...]:
     """Gather a layer's keys and values, ``local [n, 2, groups, c]`` on each rank.
 
     ``index [K]`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K,
     groups, c]`` at these indices; of ``local [n, 1, 1, c]``, the latents, a single tensor. In the
-    backward pass the gradients are summed over the ranks, because each rank has different queries.
+    backward pass the gradients are summed over the ranks, because each rank has different queries,
+    and over the copies of a token that ``index`` makes: by ``copies``, unless it is None.
     """
-    gathered: tuple[Tensor, ...] = _Gather.apply(local, index)
+    gathered: tuple[Tensor, ...] = _Gather.apply(local, index, *(copies or ()))
     return gathered
 
 
@@ -530,27 +536,30 @@ class _Gather(Function):
     """Autograd function behind ``_gather``."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, local: Tensor, index: Tensor, *copies: Tensor) -> tuple[Tensor, ...]:
         group = parallel_state.get_context_parallel_group()
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(index, *copies)
         gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
         ctx.shape = gathered.shape
         dist.all_gather_into_tensor(gathered, local, group=group)
         return tuple(tensor[index] for tensor in gathered.unbind(dim=1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        index, *copies = ctx.saved_tensors
         group = parallel_state.get_context_parallel_group()
-        has_each_once = index.numel() == ctx.shape[0]
-        gathered = (torch.empty if has_each_once else torch.zeros)(
-            ctx.shape, dtype=grads[0].dtype, device=index.device
-        )
-        for part, grad in zip(gathered.unbind(dim=1), grads, strict=True):
-            part.index_put_((index,), grad, accumulate=not has_each_once)
+        if copies:
+            gathered = torch.stack([Copies(*copies).sum(grad) for grad in grads], dim=1)
+        else:
+            has_each_once = index.numel() == ctx.shape[0]
+            gathered = (torch.empty if has_each_once else torch.zeros)(
+                ctx.shape, dtype=grads[0].dtype, device=index.device
+            )
+            for part, grad in zip(gathered.unbind(dim=1), grads, strict=True):
+                part.index_put_((index,), grad, accumulate=not has_each_once)
         local = gathered.new_empty(gathered.size(0) // group.size(), *gathered.shape[1:])
         dist.reduce_scatter_tensor(local, gathered, group=group)
-        return local, None
+        return local, *(None for _ in ctx.saved_tensors)
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
