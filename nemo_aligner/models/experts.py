@@ -454,7 +454,8 @@ class _Spread(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (places,), (grad,) = ctx.saved_tensors, grads
-        return grad[places].sum(1), None, None
+        # An embedding bag sums given rows of a table, in the order of ``places`` and in fp32.
+        return F.embedding_bag(places, grad, mode="sum"), None, None
 
 
 class _Combine(Function):
