@@ -23,7 +23,7 @@ from nemo_aligner.tools.doctor import examine
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
-_OTHER_PACKAGES = ("flash_attn", "triton", "liger_kernel", "trl", "vllm")
+_OTHER_PACKAGES = ("flash_attn", "flash-attn-4", "triton", "liger_kernel", "trl", "vllm")
 _COPY_BYTES = 2**30
 _MATMULS_NOTE = "a large matmul, in bf16 on a GPU and in fp32 on a CPU"
 _FP32_NOTE = "torch's own choice, before the package makes it highest"

@@ -25,6 +25,8 @@ def render_page(content: Mapping[str, Any]) -> str:
     rows = {part["part"]: part["rows"] for part in content["parts"]}
     pieces = ["# The first hour", "\n".join(facts), table(states)]
     pieces += ["## Goals, for one H100", table(goals(rows))]
+    if content.get("device") == "cpu":
+        pieces.append("This was a rehearsal on a CPU with tiny models, so no goal means anything.")
     settings = recommended_settings(rows)
     if settings:
         pieces += ["## The fastest settings", table(settings)]

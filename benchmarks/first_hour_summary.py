@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from step_settings import UP_TO, fastest
+from step_settings import UP_TO, fastest, measured_on_spread
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -23,7 +23,9 @@ _TRL_RATIOS = {"TRL, batch 8": 10.0, "TRL, tuned": 2.5}
 _SCORING_RATIOS = {"scoring": 3.0, "vllm": 1.3}
 _INVARIANCE_LIMIT = 0.10
 _OUTSIDE_ALLOCATOR_GIB = 1.0
-_NOT_INVARIANT = "rows as they come"
+# Names of scorers' settings in scoring.py.
+_INVARIANT = ("defaults", "model.batch_invariant_rows=")
+_NOT_INVARIANT = "model.batch_invariant=false"
 
 
 def goals(rows: Rows) -> list[dict[str, Any]]:
@@ -104,8 +106,8 @@ def _invariance_cost(rows: Rows) -> float | None:
     """
     speeds = _collect_speeds(rows)
     usual = speeds.pop(_NOT_INVARIANT, {})
-    # Leave out settings with CUDA graphs: the speed-up by the graphs would hide the cost.
-    ways = [speed for name, speed in speeds.items() if "graphs" not in name]
+    # Leave out other settings: a speed-up by CUDA graphs, for example, would hide the cost.
+    ways = [speed for name, speed in speeds.items() if name.startswith(_INVARIANT)]
     costs = [
         min(speed / way[work] for way in ways if work in way) - 1
         for work, speed in usual.items()
@@ -125,7 +127,7 @@ def recommended_settings(rows: Rows) -> list[dict[str, Any]]:
         best = fastest(part)
         if best is None:
             continue
-        speeds = [row["tokens/s"] for row in part if row.get("tokens/s")]
+        speeds = [row["tokens/s"] for row in measured_on_spread(part)]
         settings = ", ".join(f"model.{name}={value}" for name, value in vars(best).items())
         reason = f"{max(speeds):,.0f} tokens/s; the slowest of {len(speeds)}: {min(speeds):,.0f}"
         recommendations.append(

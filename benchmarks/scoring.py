@@ -103,19 +103,19 @@ def _named_settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """
     named: dict[str, dict[str, Any]] = {"": {}}
     if arguments.rows:
-        named = {"rows by default": {}}
+        named = {"defaults": {}}
     for rows in arguments.rows:
         if rows == 0:
-            named["rows as they come"] = {"batch_invariant": False}
+            named["model.batch_invariant=false"] = {"batch_invariant": False}
         else:
-            named[f"{rows:,} rows"] = {"batch_invariant_rows": rows}
+            named[f"model.batch_invariant_rows={rows}"] = {"batch_invariant_rows": rows}
     if arguments.cuda_graphs:
-        named["rows by default, CUDA graphs"] = {"cuda_graphs": True}
+        named["model.cuda_graphs=true"] = {"cuda_graphs": True}
     if arguments.attention_packages:
         from nemo_aligner.models.attention.flash_packages import available_packages
 
         for package in available_packages():
-            named[f"rows by default, {package.value}"] = {"attention_kernels": package}
+            named[f"model.attention_kernels={package.value}"] = {"attention_kernels": package}
     return named
 
 

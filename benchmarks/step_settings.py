@@ -30,11 +30,16 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
 
     None if no row has such texts.
     """
-    measured = [row for row in rows if row.get("tokens/s") and row["texts"].startswith(UP_TO)]
+    measured = measured_on_spread(rows)
     if not measured:
         return None
     best = max(measured, key=lambda row: row["tokens/s"])
     return Variant(**{name: best[name] for name in Variant.__dataclass_fields__})
+
+
+def measured_on_spread(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that have a speed on texts of varying lengths."""
+    return [row for row in rows if row.get("tokens/s") and row["texts"].startswith(UP_TO)]
 
 
 def fastest_so_far(output: Path) -> Variant | None:

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -393,8 +392,10 @@ def _fastest_attention() -> str:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.utils import is_flash_attn_2_available
 
-    if find_spec("flash_attn") is not None:
+    # flash-attn-4 alone is no FlashAttention 2, but has the same name of a module.
+    if is_flash_attn_2_available():
         return "flash_attention_2"
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:

@@ -76,7 +76,7 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(
     assert parts["tests"]["why"].startswith("it needs a GPU")
     assert parts["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
     rows = {name: part["rows"] for name, part in parts.items()}
-    ours = ["rows by default", "rows as they come"]
+    ours = ["defaults", "model.batch_invariant=false"]
     assert [row["settings"] for row in rows["scoring"]] == [*ours, "batch 4"] * 3
     assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][2::3])
     assert [row["micro_batch_tokens"] for row in rows["width-1024"]] == [256, 512, 512]

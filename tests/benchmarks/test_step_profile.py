@@ -147,12 +147,12 @@ def test_goals_are_told_with_what_was_measured(load: Any) -> None:
             {"trainer": "TRL, tuned, batch 16", "ours is faster by": None},
         ],
         "scoring": [
-            scored("pairs", "rows by default", 100.0, 3.5),
-            scored("pairs", "rows as they come", 120.0, 4.2),
-            scored("pairs", "1,024 rows", 110.0, 3.8),
-            scored("group", "rows by default", 50.0, 2.0),
-            scored("group", "rows as they come", 53.0, 2.1),
-            scored("group", "1,024 rows", 40.0, 1.6),
+            scored("pairs", "defaults", 100.0, 3.5),
+            scored("pairs", "model.batch_invariant=false", 120.0, 4.2),
+            scored("pairs", "model.batch_invariant_rows=1024", 110.0, 3.8),
+            scored("group", "defaults", 50.0, 2.0),
+            scored("group", "model.batch_invariant=false", 53.0, 2.1),
+            scored("group", "model.batch_invariant_rows=1024", 40.0, 1.6),
             {"work": "pairs", "scorer": "transformers", "settings": "batch 8", "rewards/s": 30.0},
         ],
         "memory": [{"beside the allocator": 1.2}, {"beside the allocator": None}],
@@ -178,4 +178,4 @@ def test_goals_are_told_with_what_was_measured(load: Any) -> None:
         "model.pointwise_kernels=eager, model.attention_kernels=torch, model.cuda_graphs=False, "
         "model.micro_batch_tokens=16"
     )
-    assert scoring["settings"] == "rows by default"
+    assert scoring["settings"] == "defaults"

@@ -83,7 +83,12 @@ class PreparedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # buffered, select would not see a line that was read ahead
-            env={**environment, "ROOM": ROOM},
+            # pyarrow's allocator would start a thread, and a process with threads cannot fork.
+            env={
+                **environment,
+                "ROOM": ROOM,
+                "JE_ARROW_MALLOC_CONF": "background_thread:false",
+            },
             cwd=ROOT,
         )
         self._scripts: dict[int, Script] = {}  # those that run, by process id
