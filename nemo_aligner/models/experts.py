@@ -34,6 +34,7 @@ from torch.autograd import Function
 from nemo_aligner.cpu.matmuls import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_rows import AddBiases, Exchange, RowCounts
 from nemo_aligner.models.layers import free_weight, invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.router import Router, count_choices
 from nemo_aligner.models.shapes.experts import ExpertShape
 
@@ -50,11 +51,13 @@ class MixtureOfExperts(MegatronModule):
         activation: class of the activation between an expert's two matmuls; also set on the class.
         invariant_rows: fixed number of rows of a matmul in evaluation mode; None means no fixed
             number.
+        pointwise: the kernels that sum the outputs of a token's experts.
     """
 
     shape: ExpertShape
     activation: type[MegatronModule]
     invariant_rows: int | None = None
+    pointwise: PointwiseKernels = EAGER
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         super().__init__(config)
@@ -133,14 +136,13 @@ class MixtureOfExperts(MegatronModule):
         rows_of_experts = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
         group = self.experts.group
         if group.size() == 1:
-            return _Combine.apply(
-                self.experts(rows_of_experts, RowCounts(counts), rows), weights, places
-            )
+            outputs = self.experts(rows_of_experts, RowCounts(counts), rows)
+            return self.pointwise.sum_outputs(outputs, weights, places)
         exchange = Exchange.of(counts, group)
         # Assign to the same name, so that the rows are freed once they have been sent.
         rows_of_experts = exchange.send(rows_of_experts)
         rows_of_experts = exchange.send_back(self.experts(rows_of_experts, exchange.counts, rows))
-        return _Combine.apply(rows_of_experts, weights, places)
+        return self.pointwise.sum_outputs(rows_of_experts, weights, places)
 
 
 def routers(model: Any) -> dict[int, Router]:
@@ -456,28 +458,3 @@ class _Spread(Function):
         (places,), (grad,) = ctx.saved_tensors, grads
         # An embedding bag sums given rows of a table, in the order of ``places`` and in fp32.
         return F.embedding_bag(places, grad, mode="sum"), None, None
-
-
-class _Combine(Function):
-    """Sum the outputs of each token's k experts in fp32: ``[T * k, c] -> [T, c]``.
-
-    Row ``places[t, i]`` is the output of token t's i-th expert, and is multiplied by
-    ``weights[t, i]``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, places)
-        total = rows.new_zeros(places.size(0), rows.size(1), dtype=torch.float32)
-        for index, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            total += rows[index] * weight[:, None]
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,), (rows, weights, places) = grads, ctx.saved_tensors
-        to_rows, to_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for number, index in enumerate(places.unbind(1)):
-            to_rows[index] = (grad * weights[:, number, None]).to(rows.dtype)
-            to_weights[:, number] = (grad * rows[index]).sum(1)
-        return to_rows, to_weights, None

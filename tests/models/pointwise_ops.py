@@ -54,7 +54,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"qk_layernorm": True, "post_layernorms": True, "layernorm_zero_centered_gamma": True},
 )
 # One case of each operation, for torch.compile on a CPU, which makes no code for a width.
-TRACED = ("norm of 200", "sum and norm of 200", "SwiGLU of 24", "rotation of 8 of 2")
+TRACED = ("norm of 200", "sum and norm of 200", "SwiGLU of 24", "rotation of 8 of 2", "sum of 3")
 DTYPES = (torch.float32, torch.bfloat16)
 EPS = 1e-5
 Case = tuple[
@@ -126,6 +126,25 @@ def cases(rows: int) -> Iterator[Case]:
             lambda kernels: kernels.gated_silu,
             gated_silu_formula,
             [draw(rows, 1, 2 * width) * 2],
+        )
+    for width, top_k in ((200, 3), (1500, 1)):
+
+        def sum_of_experts(
+            kernels: PointwiseKernels, top_k: int = top_k
+        ) -> Callable[[Tensor, Tensor], Tensor]:
+            def function(outputs: Tensor, weights: Tensor) -> Tensor:
+                places = torch.arange(outputs.size(0) * top_k, device=outputs.device)
+                places = places.view(-1, top_k).flip(1)
+                total = kernels.sum_outputs(outputs.flatten(0, 1), weights, places)
+                return total.to(outputs.dtype)
+
+            return function
+
+        yield (
+            f"sum of {top_k} x {width}",
+            sum_of_experts,
+            lambda outputs, weights: (outputs.flip(1) * weights[..., None]).sum(1),
+            [draw(rows, top_k, width), draw(rows, top_k)],
         )
     for groups, repeats, channels, half in ((2, 3, 16, 8), (1, 4, 24, 8), (5, 2, 64, 32)):
         angles = draw(rows, 1, 1, half)

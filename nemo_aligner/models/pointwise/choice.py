@@ -161,6 +161,8 @@ def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
             "sum": total,
             "gated_silu": kernels.gated_silu(leaf),
         }
+        ones, places = rows.new_ones(len(rows), 1), torch.arange(len(rows), device=rows.device)
+        results["sum_outputs"] = kernels.sum_outputs(leaf.squeeze(1), ones, places[:, None])
         if kernels.split_and_rotate is not None:
             # The rows hold four groups of heads with 32 channels each: two query heads, a key and a
             # value.

@@ -39,6 +39,8 @@ class CompiledKernels:
         self.silu_backward = compiled(silu_backward)
         self.split_forward = compiled(split_forward)
         self.split_backward = compiled(split_backward)
+        self.sum_outputs = compiled(sum_outputs)
+        self.output_gradients = compiled(output_gradients)
 
 
 def compiled_kernels(backend: str = "inductor") -> PointwiseKernels:
@@ -127,6 +129,25 @@ def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: 
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
     heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)
     return heads.flatten(1).unsqueeze(1)
+
+
+def sum_outputs(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Compute ``eager.sum_outputs``: ``[T * k, c] -> [T, c]``, in fp32."""
+    return (rows[places].float() * weights[..., None].float()).sum(1)
+
+
+def output_gradients(
+    grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of ``rows [T * k, c]`` and of ``weights [T, k]``.
+
+    Args:
+        grad: ``[T, c]`` fp32: gradient of the sums.
+    """
+    to_outputs = (grad[:, None] * weights[..., None].float()).to(rows.dtype)
+    to_rows = torch.empty_like(rows).index_copy(0, places.flatten(), to_outputs.flatten(0, 1))
+    to_weights = (grad[:, None] * rows[places].float()).sum(-1)
+    return to_rows, to_weights.to(weights.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -259,6 +259,38 @@ def add_rms_norm(
     return total, offset_rms_norm(total, weight, eps, offset, dtype)
 
 
+def sum_outputs(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Sum the outputs of each token's k experts in fp32: ``[T * k, c] -> [T, c]``.
+
+    Args:
+        rows: outputs of the experts.
+        weights: ``[T, k]``; row ``places[t, i]`` is multiplied by ``weights[t, i]``.
+        places: ``[T, k]`` int64: the row of the output of token t's i-th expert. Each row has one
+            place.
+    """
+    total: Tensor = _SumOutputs.apply(rows, weights, places)
+    return total
+
+
+class _SumOutputs(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, places)
+        total = rows.new_zeros(places.size(0), rows.size(1), dtype=torch.float32)
+        for index, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+            total += rows[index] * weight[:, None]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,), (rows, weights, places) = grads, ctx.saved_tensors
+        to_rows, to_weights = torch.empty_like(rows), torch.empty_like(weights)
+        for number, index in enumerate(places.unbind(1)):
+            to_rows[index] = (grad * weights[:, number, None]).to(rows.dtype)
+            to_weights[:, number] = (grad * rows[index]).sum(1)
+        return to_rows, to_weights, None
+
+
 def _alone(partial: Tensor) -> Tensor:
     return partial
 

@@ -79,6 +79,18 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Compute the gradient of linear_qkv's output from those of queries, keys and values."""
 
+    def sum_outputs(self, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        """Compute ``eager.sum_outputs``: ``[T * k, c] -> [T, c]``, in fp32."""
+
+    def output_gradients(
+        self, grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of ``rows [T * k, c]`` and of ``weights [T, k]``.
+
+        Args:
+            grad: ``[T, c]`` fp32: gradient of the sums.
+        """
+
 
 class _RMSNorm(Function):
     @staticmethod
@@ -175,6 +187,22 @@ class _SplitAndRotate(Function):
         return None, to_mixed, None, None, None, None
 
 
+class _SumOutputs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Kernels, rows: Tensor, weights: Tensor, places: Tensor
+    ) -> Tensor:
+        weights = weights.contiguous()
+        ctx.save_for_backward(rows, weights, places)
+        ctx.kernels = kernels
+        return kernels.sum_outputs(rows, weights, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gradients = ctx.kernels.output_gradients(grads[0].contiguous(), *ctx.saved_tensors)
+        return None, *gradients, None
+
+
 def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
     """Make an implementation of the pointwise operations, with autograd, from ``kernels``.
 
@@ -209,4 +237,9 @@ def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _SplitAndRotate.apply(kernels, mixed, cos, sin, groups, channels)
 
-    return PointwiseKernels(name, rms_norm, add_rms_norm, gated_silu, split_and_rotate)
+    def sum_outputs(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        if rows.dtype not in FLOATS:
+            return eager.sum_outputs(rows, weights, places)
+        return _SumOutputs.apply(kernels, rows.contiguous(), weights, places)
+
+    return PointwiseKernels(name, rms_norm, add_rms_norm, gated_silu, split_and_rotate, sum_outputs)

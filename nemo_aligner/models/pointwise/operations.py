@@ -1,7 +1,8 @@
 """The pointwise operations of a decoder layer that have several implementations.
 
-A layer's RMSNorm, SwiGLU and RoPE are bound by memory bandwidth, and at small widths by the time
-that the host takes to launch their kernels. Fused kernels need one pass over memory and one launch.
+A layer's RMSNorm, SwiGLU and RoPE, and the sum of the outputs of a token's experts, are bound by
+memory bandwidth, and at small widths by the time that the host takes to launch their kernels. Fused
+kernels need one pass over memory and one launch.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class SplitOperation(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class SumOperation(Protocol):
+    """Compute ``eager.sum_outputs``: ``[T * k, c] -> [T, c]``, in fp32."""
+
+    def __call__(self, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class PointwiseKernels:
     """One implementation of the operations, each with its backward pass.
@@ -66,6 +73,7 @@ class PointwiseKernels:
     Attributes:
         gated_silu: SwiGLU, ``silu(gate) * linear``, ``[..., 2 f] -> [..., f]``.
         split_and_rotate: None if attention splits heads and applies RoPE by separate operations.
+        sum_outputs: the weighted sum of the outputs of each token's experts.
     """
 
     name: str
@@ -73,6 +81,7 @@ class PointwiseKernels:
     add_rms_norm: AddNormOperation
     gated_silu: Callable[[Tensor], Tensor]
     split_and_rotate: SplitOperation | None
+    sum_outputs: SumOperation = eager.sum_outputs
 
 
 EAGER = PointwiseKernels(
@@ -85,7 +94,7 @@ EAGER = PointwiseKernels(
 
 
 def use_pointwise_kernels(model: torch.nn.Module, kernels: PointwiseKernels) -> None:
-    """Make ``model`` compute all its RMSNorms, SwiGLUs and RoPE with ``kernels``."""
+    """Make ``model`` compute all operations that ``kernels`` has with them."""
     for module in model.modules():
         if isinstance(getattr(module, "pointwise", None), PointwiseKernels):
             module.pointwise = kernels  # type: ignore[assignment]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_aligner.config.kernels import PointwiseChoice
+from nemo_aligner.models.pointwise import triton_experts
 from nemo_aligner.models.pointwise.fused import fused_kernels
 
 # Number of elements in a tile. Narrow rows share a tile, so that every thread has work.
@@ -34,7 +35,10 @@ def _warps(elements: int) -> int:
 
 
 class TritonKernels:
-    """Implements ``fused.Kernels`` with the Triton kernels in this module."""
+    """Implements ``fused.Kernels`` with the Triton kernels in this module and for experts."""
+
+    sum_outputs = staticmethod(triton_experts.sum_outputs)
+    output_gradients = staticmethod(triton_experts.output_gradients)
 
     @staticmethod
     def norm_forward(

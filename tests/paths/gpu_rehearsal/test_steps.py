@@ -368,7 +368,11 @@ def test_rehearsed_weight_gradients_are_added_by_their_products(plain: dict[str,
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
-    """Forward, and backward to rows and weights; two matmuls a layer."""
+    """Forward, and backward to rows and weights; two matmuls a layer. Outputs are summed by one."""
+    for name in ("experts", "gpt-oss"):
+        (rank,) = plain[name]["ranks"]
+        for kernel in ("_sum_outputs", "_output_gradients"):
+            assert rank["operations"][f"triton {kernel}"] == LAYERS_AND_PACKS
     for name in MIXTURES:
         for rank in plain[name]["ranks"]:
             assert rank["operations"]["aten._grouped_mm.default"] == 3 * 2 * LAYERS_AND_PACKS
