@@ -89,8 +89,10 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     """
     for weight, bias in _list_matmuls(model):
         gpu_matmuls.chunk_sizes(weight, bias, rows)
-    layers = _invariant_layers(model)
-    smallest = [min(gpu_matmuls.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
+    smallest = [
+        min(gpu_matmuls.chunk_sizes(layer.weight, _multiplied_bias(layer), rows))
+        for layer in _invariant_layers(model)
+    ]
     # TransformerEngine's layers are not in the list, as they have a single chunk size. The maximum
     # is used because all ranks of the model have to make the same packs.
     return max_over_model_ranks(max(smallest, default=rows))
@@ -103,11 +105,18 @@ def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None
     """
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
-            yield module.weight, module.bias
+            yield module.weight, _multiplied_bias(module)
         elif isinstance(module, Router):
             yield module.weight.float(), None
+            if module.shared_gate is not None:
+                yield module.shared_gate.float(), None
         elif isinstance(module, ExpertLinear):
             yield module.weight[0].flatten(0, -2), None
+
+
+def _multiplied_bias(layer: torch.nn.Module) -> Tensor | None:
+    """Return the bias that a layer's matmul adds; RowLinear adds its bias to the ranks' sum."""
+    return None if isinstance(layer, RowLinear) else layer.bias  # type: ignore[return-value]
 
 
 def freeze_for_scoring(model: GPTRewardModel) -> None:

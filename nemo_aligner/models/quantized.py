@@ -156,7 +156,6 @@ class RowScaledWeight(QuantizedWeight):
 
     def __init__(self, values: Tensor, largest: Tensor) -> None:
         self._values, self._largest, self.dtype = values, largest, largest.dtype
-        self._limit = _INT8_LIMIT if values.dtype is torch.int8 else _FP8_LIMIT
 
     @classmethod
     def quantize(cls, weight: Tensor, dtype: torch.dtype, group: Any) -> RowScaledWeight:
@@ -169,7 +168,7 @@ class RowScaledWeight(QuantizedWeight):
         largest = weight.abs().amax(1)
         if group is not None and group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        limit = _INT8_LIMIT if dtype is torch.int8 else _FP8_LIMIT
+        limit = _limit_of(dtype, weight.device)
         values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         for chunk in _row_chunks(*weight.shape):
             scaled = weight[chunk].float() / _not_zero(largest[chunk].float())[:, None] * limit
@@ -178,8 +177,10 @@ class RowScaledWeight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         weight = torch.empty(self._values.shape, dtype=self.dtype, device=self._values.device)
+        values_type = self._values.dtype
         for chunk in _row_chunks(*weight.shape):
-            values = self._values[chunk].float().div_(self._limit)
+            # Divide by a tensor: CUDA multiplies by the rounded inverse of a number instead.
+            values = self._values[chunk].float().div_(_limit_of(values_type, weight.device))
             weight[chunk] = values.mul_(self._largest[chunk].float()[:, None])
         return weight
 
@@ -265,6 +266,12 @@ def _dynamic_table(device: torch.device) -> Tensor:
         middles = 10.0 ** (decade - 6) * (bounds[1:] + bounds[:-1]) / 2
         values += [middles, -middles]
     return torch.cat(values).sort().values.to(device)
+
+
+@cache
+def _limit_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``[]`` fp32: the largest int8 or fp8 value, which a row's largest value becomes."""
+    return torch.tensor(_INT8_LIMIT if dtype is torch.int8 else _FP8_LIMIT, device=device)
 
 
 def _not_zero(scales: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ weight in full. Nothing keeps a dequantized weight after its matmul.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,6 +22,19 @@ from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.cpu.matmuls import linear_on_cpu
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, rows_now
 from nemo_aligner.models.quantized import QuantizedWeight, pack, quantize
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_of_dense_weight(precision: BasePrecision, dtype: torch.dtype) -> None:
+    """Log, once for a precision and dtype, that weights need the memory of dense ones."""
+    name = str(dtype).removeprefix("torch.")
+    logger.warning(
+        f"model.lora.base_precision={precision.value}: weights of the checkpoint stay dense and "
+        f"need {8 * dtype.itemsize} bits a value, because they are not {precision.value} values in "
+        f"{name}. Load the model in the precision in which it was trained."
+    )
 
 
 class QuantizedLayer:
@@ -82,6 +96,8 @@ class QuantizedLayer:
             self.stored = quantize(weight, self._precision, **options)
             return
         packed = pack(weight, self._precision, **options)
+        if packed is None:
+            _warn_of_dense_weight(self._precision, weight.dtype)
         self.stored = weight.detach().clone() if packed is None else packed
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from nemo_aligner.batch.packed import ReplyRows
+from nemo_aligner.utils.host_transfer import to_device
 
 
 def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
@@ -34,4 +35,5 @@ def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
         return mean_of_replies(rows, ReplyRows(replies.index, replies.group_lengths))
     parts = hidden.split(list(replies.lengths))
     sums: Tensor = all_reduce(torch.stack([part.float().sum(dim=0) for part in parts]), group=group)
-    return sums / sums.new_tensor(replies.group_lengths)[:, None]
+    counts = to_device(torch.tensor(replies.group_lengths, dtype=sums.dtype), sums.device)
+    return sums / counts[:, None]

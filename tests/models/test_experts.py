@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch, Records
@@ -19,6 +20,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models import batch_invariance, layers
 from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import (
     _GroupedMatmul,
@@ -28,6 +30,7 @@ from nemo_aligner.models.experts import (
 )
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.pack_context import Balance
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.router import Router
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.experts import ExpertShape
@@ -35,7 +38,7 @@ from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.utils.errors import ConfigError
-from tests.harness import families, family_cases
+from tests.harness import families, family_cases, tiny
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
 COUNT, TOP_K = family_cases.EXPERTS["num_experts"], family_cases.EXPERTS["num_experts_per_tok"]
@@ -343,3 +346,39 @@ def test_router_of_an_older_archive_in_16_bits_is_read_in_fp32(
     weight = routers(model)[4].weight
     assert weight.dtype is torch.float32
     assert torch.equal(weight, stored.float())
+
+
+def test_trials_on_a_gpu_are_of_the_matmuls_that_scoring_makes(
+    layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias of an output projection is added to the ranks' sum, not by the matmul."""
+    config = {
+        **tiny.SMALLEST,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_gate": True,
+        "qkv_bias": True,
+        "proj_bias": True,
+    }
+    shape, kind = ModelShape.from_config(config), {"precision": Precision.fp32}
+    model = build_reward_model(shape, layout, num_attributes=1, **kind).eval()
+    tried, multiplied = set(), set()
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        multiplied.add((tuple(weight.shape), bias is None))
+        return F.linear(x, weight, bias)
+
+    def try_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...]:
+        tried.add((tuple(weight.shape), bias is None))
+        return (rows,)
+
+    monkeypatch.setattr(batch_invariance.gpu_matmuls, "chunk_sizes", try_sizes)
+    batch_invariance._try_on_gpu(model, 64)
+    batch_invariance.make_batch_invariant(model, 64)
+    monkeypatch.setattr(layers, "invariant_linear_on_cpu", multiply)
+    infer(model, [PackedBatch.pack([[3, 4, 5]])], layout)
+    assert multiplied
+    assert multiplied <= tried
+    assert ((1, shape.hidden_size), True) in tried  # the gate of the shared expert

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
@@ -93,6 +94,29 @@ def test_a_quantized_weight_is_near_and_is_packed_again_without_change(
             assert again is not None
             assert torch.equal(again.dequantize(), values)
             assert pack(weight, precision, splits_inputs=splits_inputs) is None
+
+
+class _CudaDivision(TorchDispatchMode):
+    """Divide by numbers as CUDA does: it multiplies by the number's rounded inverse."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = {torch.ops.aten.div.Tensor: "mul", torch.ops.aten.div_.Tensor: "mul_"}
+        if func in products and not isinstance(args[1], Tensor):
+            inverse = torch.tensor(1.0) / args[1]
+            return getattr(args[0], products[func])(inverse.item())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", BasePrecision)
+def test_quantized_values_are_the_same_on_a_gpu(precision: BasePrecision) -> None:
+    weight = drawn(300, 256)
+    values = quantize(weight, precision, splits_inputs=False).dequantize()
+    with _CudaDivision():
+        assert not torch.equal(values / 448.0, values.div(torch.tensor(448.0)))
+        on_gpu = quantize(weight, precision, splits_inputs=False)
+        assert torch.equal(on_gpu.dequantize(), values)
+        packed = pack(values, precision, splits_inputs=False)
+    assert packed is not None
 
 
 def test_nf4_of_bitsandbytes_is_quantized_again_to_the_same_codes() -> None:
