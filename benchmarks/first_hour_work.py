@@ -57,6 +57,7 @@ from nemo_aligner.planning.memory import GIB, fullest_stage
 from nemo_aligner.planning.planner import PlanRequest
 from nemo_aligner.planning.step_time import Machine, peak_bandwidth, step_time
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.utils.errors import ConfigError, one_line
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
@@ -226,7 +227,10 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     for point in _points_in_time(job):
         shape, plan = shape_and_plan(point)
         measure = partial(time_variant, steps=point["steps"], peak_flops=machine.flops)
-        measured = _measure_new_model(point, layout, measure)
+        try:
+            measured, note = _measure_new_model(point, layout, measure), None
+        except ConfigError as error:  # kernels that cannot run here
+            measured, note = {}, one_line(error)
         seconds, planned = measured.get("s/step"), step_time(shape, plan, machine).total
         rate = divide(step_flops(shape, plan), seconds)
         yield {
@@ -242,7 +246,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "MFU": measured.get("MFU"),
             "of a product": divide(rate, product),
             "linear attention": point.get("linear_attention_kernels"),
-            "note": _memory_note(seconds),
+            "note": note or _memory_note(seconds),
         }
 
 
