@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.config.model import BasePrecision
+from nemo_aligner.models.pointwise.choice import has_triton
 from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, NF4_GROUP
 
 # The values of NormalFloat 4 (QLoRA, appendix E): quantiles of N(0, 1), scaled to [-1, 1].
@@ -135,6 +136,10 @@ class Nf4Weight(QuantizedWeight):
         scales = self._scales
         if isinstance(scales, _BlockScales):
             scales = scales.dequantize().to(self.dtype)
+        if has_triton(self._codes.device):
+            return _triton_kernels().look_up_pairs(
+                self._codes, scales.to(self.dtype), _nf4_values(self._codes.device)
+            )
         rows, columns = self._codes.size(0), 2 * self._codes.size(1)
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self._codes.device)
         pairs = _nf4_pairs(weight.device)
@@ -176,11 +181,14 @@ class RowScaledWeight(QuantizedWeight):
         return cls(values, largest)
 
     def dequantize(self) -> Tensor:
-        weight = torch.empty(self._values.shape, dtype=self.dtype, device=self._values.device)
-        values_type = self._values.dtype
+        values_type, device = self._values.dtype, self._values.device
+        if has_triton(device):
+            codes, table = self._values.view(torch.uint8), _values_of(values_type, device)
+            return _triton_kernels().look_up_rows(codes, self._largest, table)
+        weight = torch.empty(self._values.shape, dtype=self.dtype, device=device)
         for chunk in _row_chunks(*weight.shape):
             # Divide by a tensor: CUDA multiplies by the rounded inverse of a number instead.
-            values = self._values[chunk].float().div_(_limit_of(values_type, weight.device))
+            values = self._values[chunk].float().div_(_limit_of(values_type, device))
             weight[chunk] = values.mul_(self._largest[chunk].float()[:, None])
         return weight
 
@@ -231,7 +239,7 @@ def _by_blocks(weight: Tensor) -> Tensor:
 
 def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
     """Return the nearest NF4 codes, two in a byte ``[out, in / 2]``, the first in the high bits."""
-    table = torch.tensor(NF4_VALUES, device=weight.device)
+    table = _nf4_values(weight.device)
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.empty(weight.size(0), weight.size(1) // 2, dtype=torch.uint8, device=table.device)
     for chunk in _row_chunks(*weight.shape):
@@ -247,9 +255,14 @@ def _nf4_codes(weight: Tensor, largest: Tensor) -> Tensor:
 
 
 @cache
+def _nf4_values(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_VALUES, device=device)
+
+
+@cache
 def _nf4_pairs(device: torch.device) -> Tensor:
     """Return ``[256, 2]`` fp32: the two values that each byte stands for."""
-    table = torch.tensor(NF4_VALUES, device=device)
+    table = _nf4_values(device)
     return torch.cartesian_prod(table, table)
 
 
@@ -272,6 +285,20 @@ def _dynamic_table(device: torch.device) -> Tensor:
 def _limit_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``[]`` fp32: the largest int8 or fp8 value, which a row's largest value becomes."""
     return torch.tensor(_INT8_LIMIT if dtype is torch.int8 else _FP8_LIMIT, device=device)
+
+
+@cache
+def _values_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``[256]`` fp32: the value of each int8 or fp8 byte, at most 1."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(dtype)
+    return codes.float().div_(_limit_of(dtype, device))
+
+
+def _triton_kernels() -> Any:
+    # Imported only where it can be used: a CPU build of torch comes without Triton.
+    from nemo_aligner.models.pointwise import triton_dequantize
+
+    return triton_dequantize
 
 
 def _not_zero(scales: Tensor) -> Tensor:

@@ -494,6 +494,10 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         first = matmul_bytes(shape, plan, "linear_fc1", tokens * h * size) - tokens * freed * size
         second = matmul_bytes(shape, plan, "linear_fc2", tokens * f * size) + tokens * h * size
         at_matmul = max(first, second)
+        if is_recomputed(shape, plan, layer):
+            # The first projection's output, its adapter's and their sum exist together, before the
+            # gate has computed the input of the second projection.
+            at_matmul = max(at_matmul, tokens * (2 * wide * f - freed) * size)
     return max(needed * size, at_matmul) + tokens * state
 
 

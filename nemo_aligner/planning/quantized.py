@@ -5,11 +5,11 @@ from __future__ import annotations
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.models.shapes.decoder import ModelShape
-from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, quantized_bytes
+from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, quantized_bytes
 from nemo_aligner.planning.cost import Plan, mixer_widths, stage_layers, widths
 
-# Bytes per element of the temporary tensors of a dequantization: fp32 values and, for nf4, half an
-# int32 index.
+# Bytes per element of the temporary tensors of a dequantization by torch: fp32 values and, for nf4,
+# half an int32 index.
 _CHUNK_BYTES = {BasePrecision.nf4: 6, BasePrecision.int8: 4, BasePrecision.fp8: 4}
 
 
@@ -61,5 +61,8 @@ def matmul_bytes(shape: ModelShape, plan: Plan, linear: str, result: float) -> f
     assert precision is not None
     outputs, inputs, _ = _linears(shape, plan)[linear]
     elements = outputs * inputs
-    temporary = _CHUNK_BYTES[precision] * min(elements, CHUNK_ELEMENTS)
-    return ELEMENT_BYTES[plan.precision] * elements + max(temporary, result)
+    size = ELEMENT_BYTES[plan.precision]
+    temporary: float = _CHUNK_BYTES[precision] * min(elements, CHUNK_ELEMENTS)
+    if plan.fused_kernels:  # one kernel needs only the scales of nf4's blocks
+        temporary = size * elements / NF4_BLOCK if precision is BasePrecision.nf4 else 0
+    return size * elements + max(temporary, result)

@@ -23,6 +23,7 @@ from nemo_aligner.models.step import infer
 from nemo_aligner.serving.engine.rows import Row
 from tests.harness import families, tiny
 from tests.models.attention.backend_packs import RandomPack, cases_of, check_backend
+from tests.models.dequantized import differing_cases
 from tests.models.graphed import PACKS, gradients, load
 from tests.models.test_pointwise import check_implementation
 from tests.serving.engine.batch_invariance import LONGEST, Case, draw_texts, traffic, write_cases
@@ -89,6 +90,10 @@ def check_kernels(name: str) -> None:
 def test_triton_s_pointwise_kernels_are_right_and_train_alike() -> None:
     """Rows have the same bits alone and among others."""
     check_kernels("triton")
+
+
+def test_quantized_weights_have_the_bits_of_a_cpu() -> None:
+    assert differing_cases("cuda") == []
 
 
 def train(base: Path, pairs: Path, run: Path, *settings: str) -> list[float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from nemo_aligner.models.shapes.quantized import check_quantizable, quantized_by
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.utils.errors import ConfigError
 from tests.harness import tiny
+from tests.harness.environments import triton_environment
 from tests.planning.test_cost import CONFIG, EXPERTS
 
 NF4 = BasePrecision.nf4
@@ -117,6 +121,19 @@ def test_quantized_values_are_the_same_on_a_gpu(precision: BasePrecision) -> Non
         assert torch.equal(on_gpu.dequantize(), values)
         packed = pack(values, precision, splits_inputs=False)
     assert packed is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_triton_dequantizes_to_the_same_bits_in_its_interpreter() -> None:
+    done = subprocess.run(
+        [str(triton_environment() / "bin" / "python"), "tests/models/dequantized.py", "cpu"],
+        env=tiny.environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        cwd=tiny.ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
 def test_nf4_of_bitsandbytes_is_quantized_again_to_the_same_codes() -> None:

@@ -8,6 +8,7 @@
   ``triton_kernels.py`` and ``triton_experts.py`` (default on a GPU), or formulas for
   ``torch.compile`` in ``compiled.py``.
 - ``liger.py`` calls the package liger-kernel.
+- ``triton_dequantize.py`` dequantizes weights on a GPU, whatever is chosen: its bits are torch's.
 
 Scoring on a CPU uses ``nemo_aligner/cpu/kernels.py`` instead where it can.
 """
