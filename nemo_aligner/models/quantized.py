@@ -137,9 +137,8 @@ class Nf4Weight(QuantizedWeight):
         if isinstance(scales, _BlockScales):
             scales = scales.dequantize().to(self.dtype)
         if has_triton(self._codes.device):
-            return _triton_kernels().look_up_pairs(
-                self._codes, scales.to(self.dtype), _nf4_values(self._codes.device)
-            )
+            table = _nf4_values(self._codes.device)
+            return _triton_kernels().look_up_pairs(self._codes, scales, table, self.dtype)
         rows, columns = self._codes.size(0), 2 * self._codes.size(1)
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self._codes.device)
         pairs = _nf4_pairs(weight.device)

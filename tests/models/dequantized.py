@@ -41,6 +41,14 @@ def differing_cases(device: str) -> list[str]:
                     cases.append(f"{precision.value}, {dtype}")
                 if again is None or not torch.equal(again, values):
                     cases.append(f"{precision.value}, {dtype}, packed")
+        # Scales in fp32, as bitsandbytes has them.
+        codes, scales = quantized.Nf4Weight.pack(weight).tensors()
+        scales = scales.float() * 1.001
+        expected = quantized.Nf4Weight(codes, scales, dtype).dequantize()
+        with mock.patch.object(quantized, "has_triton", return_value=True):
+            values = quantized.Nf4Weight(codes.to(device), scales.to(device), dtype).dequantize()
+        if not torch.equal(values.cpu(), expected):
+            cases.append(f"scales in fp32, {dtype}")
     return cases
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 1024  # number of codes that a program reads
 
 
-def look_up_pairs(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+def look_up_pairs(codes: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize two values in each byte, of which the high bits have the first.
 
     Args:
@@ -23,10 +23,10 @@ def look_up_pairs(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
         table: ``[16]`` fp32: the value of each code.
 
     Returns:
-        ``[out, in]`` in the dtype of ``scales``.
+        ``[out, in]`` in ``dtype``.
     """
     rows, pairs = codes.shape
-    weight = torch.empty(rows, 2 * pairs, dtype=scales.dtype, device=codes.device)
+    weight = torch.empty(rows, 2 * pairs, dtype=dtype, device=codes.device)
     _look_up_pairs[(triton.cdiv(codes.numel(), _BLOCK),)](
         codes.contiguous(),
         scales.contiguous(),
