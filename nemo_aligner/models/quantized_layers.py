@@ -22,6 +22,7 @@ from nemo_aligner.config.model import BasePrecision
 from nemo_aligner.cpu.matmuls import linear_on_cpu
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, rows_now
 from nemo_aligner.models.quantized import QuantizedWeight, pack, quantize
+from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,13 @@ logger = logging.getLogger(__name__)
 @cache
 def _warn_of_dense_weight(precision: BasePrecision, dtype: torch.dtype) -> None:
     """Log, once for a precision and dtype, that weights need the memory of dense ones."""
-    name = str(dtype).removeprefix("torch.")
+    if not is_main():
+        return
     logger.warning(
         f"model.lora.base_precision={precision.value}: weights of the checkpoint stay dense and "
-        f"need {8 * dtype.itemsize} bits a value, because they are not {precision.value} values in "
-        f"{name}. Load the model in the precision in which it was trained."
+        f"need {8 * dtype.itemsize} bits a value, because packing would change them. Load the "
+        "model in the precision in which it was trained, and nf4 with a tensor parallel size that "
+        "splits no block of 64 inputs."
     )
 
 

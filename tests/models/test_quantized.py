@@ -23,7 +23,7 @@ from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, Recompute
 from nemo_aligner.models.batch_invariance import freeze_for_scoring, make_batch_invariant
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.quantized import Nf4Weight, pack, quantize
-from nemo_aligner.models.quantized_layers import quantized_layers
+from nemo_aligner.models.quantized_layers import _warn_of_dense_weight, quantized_layers
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.shapes.lora import LoraShape, read_lora
@@ -271,6 +271,20 @@ def test_an_archive_has_dequantized_values_and_scores_the_same_bits(
         freeze_for_scoring(again)
         assert torch.equal(again(PACK), wanted)
         torch.testing.assert_close(folded.eval()(PACK), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_cannot_be_packed_stays_dense_with_a_warning(
+    base: Path, layout: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = next(iter(quantized_layers(load(base, layout, LORA)).values()))
+    layer.is_dequantized = True
+    _warn_of_dense_weight.cache_clear()
+    weight = drawn(*layer.weight_shape)
+    for _ in range(2):
+        layer.store_weight(weight)
+    assert torch.equal(layer.weight, weight)
+    assert caplog.text.count("base_precision=nf4: weights of the checkpoint stay dense and") == 1
+    assert "need 32 bits a value" in caplog.text
 
 
 def test_weights_that_are_not_on_a_cpu_stay_quantized_for_scoring(base: Path, layout: Any) -> None:

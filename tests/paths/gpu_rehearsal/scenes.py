@@ -237,7 +237,7 @@ def one_rank(
     if shape.lora is not None:
         train_adapters_alone(model)
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
-    set_routers(model, trained=False, aux_loss_coeff=0.0)
+    set_routers(model, trained=False, aux_loss_coeff=0.01)
     if offload:
         offload_activations(model)
     wrapped = wrap_for_training(model)

@@ -155,6 +155,8 @@ class Watch(TorchDispatchMode):
             self._note_copy("to GPU", *args[1:], **kwargs)
         elif func in _INDEXING and _waits_for(*args):
             self.note("index")
+        elif func is aten.segment_reduce.default and not kwargs.get("unsafe", False):
+            self.note("check of segments")  # its kernel reads their lengths on the host
         return func(*args, **kwargs)
 
     def _note_copy(self, way: str, host: Tensor, non_blocking: bool = False) -> None:
