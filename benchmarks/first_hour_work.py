@@ -78,6 +78,7 @@ GATED_DELTA_NET = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_KERNEL_SETTINGS = ("pointwise_kernels", "attention_kernels", "cuda_graphs")
 _TRACEBACK = 1500  # number of characters that a row shows of a traceback
 _MARGIN = 3.0  # in seconds: no point is started this shortly before the part's time limit
 
@@ -253,8 +254,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """Measure a step at one hidden size with several values of the settings of ``Variant``.
 
-    Yields a row for each
-    combination that is measured.
+    Yields a row for each combination that is measured.
     """
     (base,) = job["points"]
     peak = _assumed_machine(job).flops
@@ -292,9 +292,6 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         except Exception:
             failed = traceback.format_exc()[-_TRACEBACK:]
             yield {**about, "what": "the step", "note": failed}
-
-
-_KERNEL_SETTINGS = ("pointwise_kernels", "attention_kernels", "cuda_graphs")
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:

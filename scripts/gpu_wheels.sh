@@ -3,7 +3,7 @@
 # Python 3.12 on x86-64 Linux. docs/gpu.md lists the packages that the machine must already have.
 #
 #   bash scripts/gpu_wheels.sh [FOLDER]                  default: wheels/
-#   bash scripts/gpu_wheels.sh FOLDER --flash-attn-4     also flash-attn-4, for CUDA 13 (113 MiB in all)
+#   bash scripts/gpu_wheels.sh FOLDER --flash-attn-4     also flash-attn-4 for CUDA 13 (113 MiB)
 #
 # Any Python with pip can run this. The folder can then be copied, and passed to
 # scripts/gpu_first_hour.sh --wheels FOLDER.

@@ -16,6 +16,7 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.flash_delta import MAX_KEY_CHANNELS, FlashDelta, load_kernel
 from nemo_aligner.models.gated_delta import DeltaIntraChunk, Inputs
+from nemo_aligner.models.kernel_trial import check_deviations, relative_deviations
 from nemo_aligner.models.linear_attention import GatedDeltaNet, advance_levels
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shapes.decoder import ModelShape
@@ -25,7 +26,6 @@ from nemo_aligner.utils.errors import ConfigError, one_line
 SETTING = "model.linear_attention_kernels"
 # The trial's pack: two samples that share a prefix of 130 tokens, and a third sample.
 _TRIED_LENGTHS, _TRIED_PREFIXES = (130, 40, 70, 100), (-1, 0, 0, -1)
-_MAX_DEVIATION = 0.05  # relative to the root mean square; rounding to bf16 causes about 0.006
 
 
 def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelShape) -> None:
@@ -101,12 +101,7 @@ def try_kernel(
     Raises:
         RuntimeError: an output or a gradient differs by more than rounding explains.
     """
-    for name, deviation in measure_deviations(kernel, shape, key_heads, dtype, device).items():
-        if not deviation <= _MAX_DEVIATION:  # also if it is NaN
-            raise RuntimeError(
-                f"its {name} deviates from torch's by {deviation:.2g} of the root mean square, "
-                f"more than {_MAX_DEVIATION}"
-            )
+    check_deviations(measure_deviations(kernel, shape, key_heads, dtype, device))
 
 
 def measure_deviations(
@@ -140,10 +135,7 @@ def measure_deviations(
             gradients = torch.autograd.grad((output * factors).sum(), leaves)
         results.append((output.detach(), *gradients))
     names = ("output", *(f"gradient of {field}" for field in Inputs._fields))
-    return {
-        name: float((result - expected).norm() / expected.norm())
-        for name, expected, result in zip(names, *results, strict=True)
-    }
+    return relative_deviations(names, *results)
 
 
 def _draw_tokens(

@@ -388,12 +388,12 @@ def build_optimizer(
     # ``grad_scale_func`` scales the loss. ``finalize_model_grads_func`` is called after the last
     # micro-batch.
     model_config = model.module.config
-    model_config.finalize_model_grads_func = finalize_gradients
+    model_config.finalize_model_grads_func = _finalize_gradients
     model_config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 
-def finalize_gradients(
+def _finalize_gradients(
     model: list[DistributedDataParallel], num_losses: Tensor | None = None, **options: Any
 ) -> None:
     """Complete the gradients of a step after its last micro-batch; collective.

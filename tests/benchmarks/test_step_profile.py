@@ -70,10 +70,10 @@ def test_trace_without_kernels_says_so(load: Any) -> None:
 def variants(load: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The comparison of variants, as on a GPU with all kernels."""
     module = load("step_variants")
-    choice = importlib.import_module("nemo_aligner.config.model").PointwiseChoice
-    monkeypatch.setattr(module, "available_kernels", lambda: tuple(choice))
-    attention = importlib.import_module("nemo_aligner.config.kernels").AttentionChoice
-    monkeypatch.setattr(module, "available_packages", lambda: (attention.flash_attn_4,))
+    choices = importlib.import_module("nemo_aligner.config.kernels")
+    packages = (choices.AttentionChoice.flash_attn_4,)
+    monkeypatch.setattr(module, "available_kernels", lambda: tuple(choices.PointwiseChoice))
+    monkeypatch.setattr(module, "available_packages", lambda: packages)
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "now", lambda: 0.0)
     return module

@@ -21,6 +21,7 @@ from nemo_aligner.models.attention.backends import Case, Heads, choose_backend, 
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.attention.varlen import why_no_kernel
+from nemo_aligner.models.kernel_trial import check_deviations, relative_deviations
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import ConfigError, one_line
 
@@ -30,7 +31,6 @@ SETTING = "model.attention_kernels"
 
 # The trial's pack: two samples that share a prefix of 130 tokens, and a third sample.
 _TRIED_LENGTHS, _TRIED_GROUPS = (170, 200, 100), (Group(2, 130), Group(1, 0))
-_MAX_DEVIATION = 0.05  # relative to the root mean square; rounding to bf16 causes about 0.005
 
 
 def try_attention_choice(choice: AttentionChoice, shape: ModelShape, dtype: torch.dtype) -> None:
@@ -117,12 +117,7 @@ def try_kernels(case: Case, device: torch.device) -> None:
         RuntimeError: an output or a gradient differs by more than rounding explains, or the bits of
             a sample's output depend on the other samples.
     """
-    for name, deviation in measure_deviations(case, device).items():
-        if not deviation <= _MAX_DEVIATION:  # also if it is NaN
-            raise RuntimeError(
-                f"its {name} deviates from torch's by {deviation:.2g} of the root mean square, "
-                f"more than {_MAX_DEVIATION}"
-            )
+    check_deviations(measure_deviations(case, device))
     scored = replace(case, learns=False)
     inputs, last = _draw_inputs(case, device), _TRIED_LENGTHS[-1]
     together = _attend(scored, inputs, _make_segments(_TRIED_LENGTHS, _TRIED_GROUPS, device))
@@ -148,10 +143,7 @@ def measure_deviations(case: Case, device: torch.device) -> dict[str, float]:
             gradients = torch.autograd.grad(output, leaves, leaves[0].detach())
         results.append((output.detach(), *gradients))
     names = ("output", *(f"gradient of {of}" for of in ("queries", "keys", "values", "sinks")))
-    return {
-        name: float((result.float() - expected.float()).norm() / expected.float().norm())
-        for name, expected, result in zip(names, *results, strict=False)
-    }
+    return relative_deviations(names[: len(results[0])], *results)
 
 
 def _make_segments(
