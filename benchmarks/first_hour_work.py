@@ -146,15 +146,15 @@ def points_of(
     width = {"moe_ffn_hidden_size": model["hidden_size"]}
     mixture = {**base, "model": {**model, **experts, **width}}
     hybrid = {**base, "model": {**model, **GATED_DELTA_NET}}
+    # The library may be missing, or be rejected on this device, so it comes last.
+    hybrids = [{**hybrid, "linear_attention_kernels": choice.value} for choice in DeltaChoice]
     if device != "cuda":
         memory = [{**base, "label": "nothing recomputed"}]
         memory.append({**base, "label": "recompute full", "recompute": "full"})
-        mfu, steps = [base, {**base, "sequence_length": 32, "pairs": 8}], 2
+        mfu, steps = [base, {**base, "sequence_length": 32, "pairs": 8}, hybrids[-1]], 2
         context = {**base, "sequence_length": 128}
     else:
         memory = [*_memory_points(base), {**mixture, "label": "eight experts"}]
-        # The library may be missing, or be rejected on this GPU, so it comes last.
-        hybrids = [{**hybrid, "linear_attention_kernels": choice.value} for choice in DeltaChoice]
         mfu, steps = [*_mfu_points(base), mixture, *hybrids], 8
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
