@@ -9,6 +9,10 @@
 # scripts/gpu_first_hour.sh --wheels FOLDER.
 set -euo pipefail
 folder="${1:-wheels}"
+if [[ $folder == -* ]]; then
+    echo "$folder: wanted a folder first, as in: bash scripts/gpu_wheels.sh wheels $folder" >&2
+    exit 2
+fi
 python="$(command -v python3 || command -v python)"
 # Some ways of copying files to a machine reject more than this.
 limit_mib=45
@@ -22,10 +26,9 @@ comparisons=(
     liger-kernel==0.8.5 fla-core==0.6.0 einops trl==1.16.0
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
-# flash-attn-4 (model.attention_kernels=flash_attn_4) and the compiler of its kernels.
-attention=()
 if [ "${2:-}" = --flash-attn-4 ]; then
-    attention=(
+    # flash-attn-4 (model.attention_kernels=flash_attn_4) and the compiler of its kernels.
+    comparisons+=(
         flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torch-c-dlpack-ext==0.1.5
         nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1
         nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1
@@ -45,7 +48,7 @@ download() {
         --abi cp312 --abi abi3 --abi none \
         --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any "$@"
 }
-download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}" "${attention[@]}"
+download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
 download "${serving[@]}"
 # antlr4, which omegaconf needs, has no wheel on PyPI, so build one.
 "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir "$folder" --no-deps \

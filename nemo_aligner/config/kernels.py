@@ -37,10 +37,13 @@ class KernelChoices:
     Attributes:
         pointwise: ``model.pointwise_kernels``; None chooses the default of the device.
         attention: ``model.attention_kernels``.
+        batch_invariant: ``model.batch_invariant``: no kernels may be used whose results depend on
+            the batch.
     """
 
     pointwise: PointwiseChoice | None = None
     attention: AttentionChoice = AttentionChoice.torch
+    batch_invariant: bool = True
 
 
 DEFAULT_KERNELS = KernelChoices()

@@ -306,7 +306,7 @@ class LayoutConfig:
     @property
     def kernels(self) -> KernelChoices:
         """The choices of kernels that training and scoring share."""
-        return KernelChoices(self.pointwise_kernels, self.attention_kernels)
+        return KernelChoices(self.pointwise_kernels, self.attention_kernels, self.batch_invariant)
 
     @property
     def is_ring(self) -> bool:

@@ -105,6 +105,8 @@ def run_on_all(function: Callable[[], T]) -> list[T]:
 
     Collective. If it raises on any rank, every rank raises the error of the first such rank.
     """
+    if not dist.is_initialized():
+        return [function()]
     outcome = _attempt(function)
     outcomes = gather_objects(outcome)
     outcomes[dist.get_rank()] = outcome  # unlike its copy, this rank's own error has a traceback

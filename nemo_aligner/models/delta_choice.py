@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.config.kernels import DeltaChoice
-from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.collectives import current_device, raise_everywhere
 from nemo_aligner.models.chunk_tree import ChunkTree
 from nemo_aligner.models.flash_delta import MAX_KEY_CHANNELS, FlashDelta, load_kernel
 from nemo_aligner.models.gated_delta import DeltaIntraChunk, Inputs
@@ -31,20 +31,27 @@ _TRIED_LENGTHS, _TRIED_PREFIXES = (130, 40, 70, 100), (-1, 0, 0, -1)
 def use_delta_kernel(model: GPTRewardModel, choice: DeltaChoice, shape: ModelShape) -> None:
     """Make ``model`` train its Gated DeltaNets with the kernels in ``choice``.
 
+    Collective unless ``choice`` is torch.
+
     Raises:
-        ConfigError: they cannot run here, or a trial in the sizes of the layers failed.
+        ConfigError: on some rank they cannot run, or a trial in the sizes of the layers failed.
     """
-    dtype, device = model.config.params_dtype, current_device()
-    check_delta_choice(choice, shape, dtype, device)
     if choice is DeltaChoice.torch:
         return
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
-    try:
-        kernel = load_kernel()
-        for layer in layers[:1]:  # all have the same sizes; a pipeline stage may have none
-            try_kernel(kernel, layer.shape, layer.key_heads, dtype, device)
-    except Exception as error:
-        raise _make_error(f"its trial failed: {one_line(error)}") from error
+    dtype, device = model.config.params_dtype, current_device()
+
+    def load_and_try() -> FlashDelta:
+        check_delta_choice(choice, shape, dtype, device)
+        try:
+            kernel = load_kernel()
+            for layer in layers[:1]:  # all have the same sizes; a pipeline stage may have none
+                try_kernel(kernel, layer.shape, layer.key_heads, dtype, device)
+        except Exception as error:
+            raise _make_error(f"its trial failed: {one_line(error)}") from error
+        return kernel
+
+    kernel = raise_everywhere(load_and_try)
     model.delta_kernel = kernel
     for layer in layers:
         layer.delta_kernel = kernel

@@ -16,6 +16,7 @@ its values are those of bitsandbytes.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,9 +28,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.config.model import BasePrecision
-from nemo_aligner.models.pointwise.choice import has_triton
+from nemo_aligner.models.pointwise.choice import why_unavailable
 from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, NF4_GROUP
+from nemo_aligner.utils.errors import one_line
+
+logger = logging.getLogger(__name__)
 
 # The values of NormalFloat 4 (QLoRA, appendix E): quantiles of N(0, 1), scaled to [-1, 1].
 NF4_VALUES = (
@@ -51,9 +56,18 @@ class QuantizedWeight(ABC):
 
     dtype: torch.dtype
 
-    @abstractmethod
     def dequantize(self) -> Tensor:
         """Return the matrix ``[out, in]`` in ``dtype``."""
+        is_by_triton = uses_triton(self.tensors()[0].device)
+        return self.dequantize_by_triton() if is_by_triton else self.dequantize_by_torch()
+
+    @abstractmethod
+    def dequantize_by_torch(self) -> Tensor:
+        """Dequantize by torch's operations, on any device."""
+
+    @abstractmethod
+    def dequantize_by_triton(self) -> Tensor:
+        """Dequantize by one Triton kernel, with the bits of torch's operations."""
 
     @property
     def num_bytes(self) -> int:
@@ -132,13 +146,8 @@ class Nf4Weight(QuantizedWeight):
         largest = _by_blocks(weight).abs().amax(-1)
         return cls(_nf4_codes(weight, largest), largest, weight.dtype)
 
-    def dequantize(self) -> Tensor:
-        scales = self._scales
-        if isinstance(scales, _BlockScales):
-            scales = scales.dequantize().to(self.dtype)
-        if has_triton(self._codes.device):
-            table = _nf4_values(self._codes.device)
-            return _triton_kernels().look_up_pairs(self._codes, scales, table, self.dtype)
+    def dequantize_by_torch(self) -> Tensor:
+        scales = self._dense_scales()
         rows, columns = self._codes.size(0), 2 * self._codes.size(1)
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self._codes.device)
         pairs = _nf4_pairs(weight.device)
@@ -147,6 +156,17 @@ class Nf4Weight(QuantizedWeight):
             values = values.view(-1, columns // NF4_BLOCK, NF4_BLOCK)
             weight[chunk] = values.mul_(scales[chunk].float()[..., None]).view(-1, columns)
         return weight
+
+    def dequantize_by_triton(self) -> Tensor:
+        table = _nf4_values(self._codes.device)
+        return _triton_kernels().look_up_pairs(
+            self._codes, self._dense_scales(), table, self.dtype
+        )
+
+    def _dense_scales(self) -> Tensor:
+        """Return the scales ``[out, blocks]``."""
+        scales = self._scales
+        return scales if isinstance(scales, Tensor) else scales.dequantize().to(self.dtype)
 
     def tensors(self) -> list[Tensor]:
         scales = self._scales
@@ -179,17 +199,19 @@ class RowScaledWeight(QuantizedWeight):
             values[chunk] = (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
         return cls(values, largest)
 
-    def dequantize(self) -> Tensor:
+    def dequantize_by_torch(self) -> Tensor:
         values_type, device = self._values.dtype, self._values.device
-        if has_triton(device):
-            codes, table = self._values.view(torch.uint8), _values_of(values_type, device)
-            return _triton_kernels().look_up_rows(codes, self._largest, table)
         weight = torch.empty(self._values.shape, dtype=self.dtype, device=device)
         for chunk in _row_chunks(*weight.shape):
             # Divide by a tensor: CUDA multiplies by the rounded inverse of a number instead.
             values = self._values[chunk].float().div_(_limit_of(values_type, device))
             weight[chunk] = values.mul_(self._largest[chunk].float()[:, None])
         return weight
+
+    def dequantize_by_triton(self) -> Tensor:
+        codes = self._values.view(torch.uint8)
+        table = _values_of(self._values.dtype, self._values.device)
+        return _triton_kernels().look_up_rows(codes, self._largest, table)
 
     def tensors(self) -> list[Tensor]:
         return [self._values, self._largest]
@@ -291,6 +313,37 @@ def _values_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``[256]`` fp32: the value of each int8 or fp8 byte, at most 1."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(dtype)
     return codes.float().div_(_limit_of(dtype, device))
+
+
+@cache
+def uses_triton(device: torch.device) -> bool:
+    """Tell if weights on ``device`` are dequantized by Triton: on a GPU, if a trial succeeds."""
+    if why_unavailable(PointwiseChoice.triton, device) is not None:
+        return False
+    try:
+        try_triton(device)
+    except Exception as error:
+        logger.warning(
+            "Triton's kernels cannot dequantize weights here, so torch does, which is slower: %s",
+            one_line(error),
+        )
+        return False
+    return True
+
+
+def try_triton(device: torch.device) -> None:
+    """Dequantize a small weight of each precision by Triton, and compare it with torch's.
+
+    Raises:
+        RuntimeError: a value has other bits, or a kernel failed.
+    """
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
+    weight = torch.linspace(-1, 1, 4 * 2 * NF4_BLOCK).view(4, -1).to(device, dtype)
+    for precision in BasePrecision:
+        stored = quantize(weight, precision, splits_inputs=False)
+        if not torch.equal(stored.dequantize_by_triton(), stored.dequantize_by_torch()):
+            raise RuntimeError(f"a value of {precision.value} has other bits than torch's")
 
 
 def _triton_kernels() -> Any:

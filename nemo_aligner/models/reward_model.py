@@ -445,6 +445,11 @@ def _warn_of_attention(
             f"model.cp_comm_type=p2p is not used, because {gathered}. Keys and values are gathered "
             "instead."
         )
+    if layout.ring and gathered is None and kernels is not AttentionChoice.torch and is_main():
+        logger.warning(
+            f"model.attention_kernels={kernels.value} is used only after cached prefixes, because "
+            "model.cp_comm_type=p2p merges partial results of torch's kernels."
+        )
 
 
 def build_reward_model(
@@ -461,6 +466,7 @@ def build_reward_model(
     lora_dropout: LoraDropout | None = None,
     kernels: KernelChoices = DEFAULT_KERNELS,
     frees_body: bool = False,
+    learns: bool = True,
 ) -> GPTRewardModel:
     """Build this rank's shard of a reward model, with a new head and an uninitialised backbone.
 
@@ -472,6 +478,7 @@ def build_reward_model(
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
         kernels: implementations of norms, SwiGLU and RoPE, and of attention.
         frees_body: free the weights of linear layers at once, because ``share_body`` replaces them.
+        learns: the model will be trained, so kernels have to compute gradients.
 
     Raises:
         ConfigError: the model does not support the layout, the recomputation or the dropout, or
@@ -486,7 +493,7 @@ def build_reward_model(
     is_quantized = shape.lora is not None and shape.lora.base_precision is not None
     config.frees_linear_weights = is_quantized or frees_body
     config.frees_expert_weights = frees_body
-    try_attention_choice(kernels.attention, shape, config.params_dtype)
+    try_attention_choice(kernels, shape, config.params_dtype, learns=learns)
     _warn_of_attention(shape, config.params_dtype, layout, kernels.attention)
     model = GPTRewardModel(
         config,

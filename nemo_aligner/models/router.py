@@ -169,6 +169,7 @@ class Router(torch.nn.Module):
         if self.expert_bias is not None or self._shape.num_groups > 1:
             by_score = _rank(scores.detach()[:counted])[:, : self._shape.top_k]
             counts = count_choices(by_score, self._shape.count)
+        # Append the number of tokens; a tensor of it would be a copy for which the host waits.
         counts = F.pad(counts, (0, 1), value=counted)
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)

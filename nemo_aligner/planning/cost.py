@@ -73,6 +73,7 @@ class Plan(LayoutSizes):
             supports grouped heads, as in fp32 on GPUs (``models/attention``).
         fused_kernels: norms and RoPE use the fused GPU kernels of ``models/pointwise`` instead of
             torch's.
+        fused_dequantization: one GPU kernel dequantizes a quantized weight, instead of torch's.
         expert_load: number of tokens that the router sends to the busiest expert parallel rank,
             relative to the mean over these ranks.
     """
@@ -88,6 +89,7 @@ class Plan(LayoutSizes):
     num_attributes: int = 1
     equal_heads: bool = False
     fused_kernels: bool = False
+    fused_dequantization: bool = False
     expert_load: float = 1.0
 
     @property

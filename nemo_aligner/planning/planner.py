@@ -210,6 +210,7 @@ class Planner:
                 activations_offload=self.activations_offload,
                 equal_heads=self._copies_keys(),
                 fused_kernels=True,
+                fused_dequantization=True,
             )
 
     def _expert_sizes(self, replicas: int) -> list[int]:

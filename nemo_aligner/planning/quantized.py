@@ -63,6 +63,6 @@ def matmul_bytes(shape: ModelShape, plan: Plan, linear: str, result: float) -> f
     elements = outputs * inputs
     size = ELEMENT_BYTES[plan.precision]
     temporary: float = _CHUNK_BYTES[precision] * min(elements, CHUNK_ELEMENTS)
-    if plan.fused_kernels:  # one kernel needs only the scales of nf4's blocks
+    if plan.fused_dequantization:  # one kernel needs only the scales of nf4's blocks
         temporary = size * elements / NF4_BLOCK if precision is BasePrecision.nf4 else 0
     return size * elements + max(temporary, result)

@@ -22,9 +22,11 @@ from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.delta_choice import check_delta_choice
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER
+from nemo_aligner.models.quantized import uses_triton
 from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
+from nemo_aligner.planning.quantized import base_precision
 from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.prepare import (
     PreparedRun,
@@ -141,6 +143,7 @@ def _plan(run: PreparedRun) -> Plan:
         num_attributes=run.data.objective.output_columns.count,
         equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype, attention),
         fused_kernels=choose_kernels(options.pointwise_kernels) is not EAGER,
+        fused_dequantization=base_precision(shape) is not None and uses_triton(current_device()),
     )
 
 

@@ -25,6 +25,7 @@ from nemo_aligner.distributed.collectives import (
     agree_on,
     current_device,
     gather_objects,
+    wait_for_device,
 )
 from nemo_aligner.metrics.table import Shown, all_metrics, split_name
 from nemo_aligner.training.early_stopping import DivergenceWatch, EarlyStopping
@@ -209,9 +210,12 @@ class SupervisedTrainer:
         is_first = self._step == self._start.step
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
-            # A GPU still computes this step's update afterwards, while the host logs the metrics
-            # and prepares the next step, whose time then includes the rest of the update.
             metrics = self._learner.train_step(self._step)
+            # A single GPU still computes this step's update afterwards, while the host logs the
+            # metrics and prepares the next step, whose time then includes the rest of the update.
+            # Several ranks exchange flags after each step, and so wait for the update in any case.
+            if dist.get_world_size() > 1:
+                wait_for_device()
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_rewa
 from nemo_aligner.checkpoint.weights.save import frozen_digest
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS, BasePrecision, Recompute
+from nemo_aligner.models import quantized
 from nemo_aligner.models.batch_invariance import freeze_for_scoring, make_batch_invariant
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.quantized import Nf4Weight, pack, quantize
@@ -134,6 +136,33 @@ def test_triton_dequantizes_to_the_same_bits_in_its_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_torch_dequantizes_where_triton_computes_other_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trial runs here on the CPU, with kernels whose last value is wrong."""
+    device = torch.device("cpu")
+
+    def look_up_pairs(codes: Tensor, scales: Tensor, table: Tensor, dtype: Any) -> Tensor:
+        values = torch.stack([table[(codes >> bits & 15).int()] for bits in (4, 0)], -1)
+        values = values.view(*scales.shape, -1) * scales.float()[..., None]
+        return values.to(dtype).view(len(codes), -1)
+
+    def look_up_rows(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+        values = (table[codes.int()] * scales.float()[:, None]).to(scales.dtype)
+        values[-1, -1] += wrong
+        return values
+
+    kernels = SimpleNamespace(look_up_pairs=look_up_pairs, look_up_rows=look_up_rows)
+    monkeypatch.setattr(quantized, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(quantized, "_triton_kernels", lambda: kernels)
+    wrong = 0.0
+    assert quantized.uses_triton.__wrapped__(device)
+    assert caplog.text == ""
+    wrong = 1.0
+    assert not quantized.uses_triton.__wrapped__(device)
+    assert "so torch does, which is slower: a value of int8 has other bits" in caplog.text
 
 
 def test_nf4_of_bitsandbytes_is_quantized_again_to_the_same_codes() -> None:

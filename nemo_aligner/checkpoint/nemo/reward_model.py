@@ -368,6 +368,7 @@ def reward_model_without_weights(
         reply_marker=contract.reply_marker,
         kernels=kernels,
         frees_body=frees_body,
+        learns=False,
     )
     decide_together(current_device(), gather_objects, model.has_states)
     return LoadedRewardModel(

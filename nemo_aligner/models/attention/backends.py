@@ -62,7 +62,7 @@ class Case:
         has_all_keys: the layer itself brings together the keys and values of all tokens, ``[C +
             T, groups, c]``: first those of the C cached tokens, then those of the pack's T tokens
             on all ranks.
-        kernels: the library whose kernels a GPU uses where they support the case
+        library: the library whose kernels a GPU uses where they support the case
             (``model.attention_kernels``).
     """
 
@@ -75,7 +75,7 @@ class Case:
     learns: bool
     uses_ring: bool = False
     has_all_keys: bool = False
-    kernels: AttentionChoice = AttentionChoice.torch
+    library: AttentionChoice = AttentionChoice.torch
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -147,7 +147,7 @@ class Backend(Generic[Plan]):
         compute: computes the output ``[n, heads, c]`` from a layer's heads and the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one kernel call computes a whole pack; else every segment needs its own call.
-        kernels: the library that a case must name for this backend; None if it need name none.
+        library: the library that a case must name for this backend; None if it need name none.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Backend(Generic[Plan]):
     compute: Callable[[Heads, PackedSegments, Case, Plan], Tensor]
     plan: Callable[[PackedSegments, Case], Plan]
     takes_packs: bool = True
-    kernels: AttentionChoice | None = None
+    library: AttentionChoice | None = None
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
         """Compute the output ``[n, heads, c]`` of a layer's heads.
@@ -170,7 +170,7 @@ class Backend(Generic[Plan]):
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend supports the case's features and computes it on this machine."""
-        is_named = self.kernels is None or self.kernels is case.kernels
+        is_named = self.library is None or self.library is case.library
         return is_named and case.features <= self.features and self.runs(case)
 
 
@@ -343,6 +343,11 @@ def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
     return runs
 
 
+def _has_library(choice: AttentionChoice) -> Callable[[bool], bool]:
+    """Tell if FlashAttention 3 or flash-attn-4, which support windows, can run on this machine."""
+    return lambda with_window: flash_packages.why_unavailable(choice) is None
+
+
 _WINDOWS = frozenset({Feature.WINDOW})
 _WINDOWS_AND_CAPS = frozenset({Feature.WINDOW, Feature.SOFT_CAP})
 _SINKS = frozenset({Feature.SINKS})
@@ -364,18 +369,18 @@ BACKENDS: tuple[Backend[Any], ...] = (
     Backend(
         "FlashAttention 3",
         _WINDOWS_AND_CAPS,
-        _runs_varlen(flash_packages.has_flash_attn_3),
+        _runs_varlen(_has_library(AttentionChoice.flash_attn_3)),
         _by_varlen(flash_packages.by_flash_attn_3),
         _plan_nothing,
-        kernels=AttentionChoice.flash_attn_3,
+        library=AttentionChoice.flash_attn_3,
     ),
     Backend(
         "flash-attn-4",
         _WINDOWS_AND_CAPS | _SINKS,
-        _runs_varlen(flash_packages.has_flash_attn_4),
+        _runs_varlen(_has_library(AttentionChoice.flash_attn_4)),
         _by_varlen(flash_packages.by_flash_attn_4),
         _plan_nothing,
-        kernels=AttentionChoice.flash_attn_4,
+        library=AttentionChoice.flash_attn_4,
     ),
     Backend(
         "torch's varlen function",
@@ -429,23 +434,23 @@ def scores_of(shape: ModelShape, layer_number: int) -> Scores:
 
 
 def gpu_cases(
-    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+    shape: ModelShape, dtype: torch.dtype, library: AttentionChoice = AttentionChoice.torch
 ) -> Iterator[Case]:
     """Yield the ``Case`` that every layer's attention has when the model scores on a GPU."""
     for layer_number in range(1, shape.num_layers + 1):
         layer, scores = shape.of_layer(layer_number), scores_of(shape, layer_number)
         heads = layer.num_attention_heads, layer.num_query_groups
         kind = "cuda", dtype, *heads, layer.kv_channels
-        yield Case(*kind, scores, learns=False, kernels=kernels)
+        yield Case(*kind, scores, learns=False, library=library)
 
 
 def slow_attention(
-    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+    shape: ModelShape, dtype: torch.dtype, library: AttentionChoice = AttentionChoice.torch
 ) -> str | None:
     """Return a warning that says why attention is slow on this GPU; None if it is not slow."""
     if not torch.cuda.is_available():
         return None
-    if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype, kernels)):
+    if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype, library)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
     channels = widest_head(shape)
@@ -479,7 +484,7 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
 
 
 def copies_keys(
-    shape: ModelShape, dtype: torch.dtype, kernels: AttentionChoice = AttentionChoice.torch
+    shape: ModelShape, dtype: torch.dtype, library: AttentionChoice = AttentionChoice.torch
 ) -> bool:
     """Tell if attention on this GPU copies keys and values for each query head.
 
@@ -487,6 +492,6 @@ def copies_keys(
     """
     return (
         copies_keys_without_flash(shape)
-        and slow_attention(shape, dtype, kernels) is not None
+        and slow_attention(shape, dtype, library) is not None
         and one_by_one.takes_equal_heads(dtype, widest_head(shape))
     )

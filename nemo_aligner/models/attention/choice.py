@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import Group, PackedBatch
-from nemo_aligner.config.kernels import AttentionChoice
-from nemo_aligner.distributed.collectives import current_device, is_main
+from nemo_aligner.config.kernels import AttentionChoice, KernelChoices
+from nemo_aligner.distributed.collectives import current_device, is_main, raise_everywhere
 from nemo_aligner.models.attention import flash_packages
 from nemo_aligner.models.attention.backends import Case, Heads, choose_backend, gpu_cases
 from nemo_aligner.models.attention.packed import PackedAttention
@@ -29,22 +30,35 @@ logger = logging.getLogger(__name__)
 
 SETTING = "model.attention_kernels"
 
-# The trial's pack: two samples that share a prefix of 130 tokens, and a third sample.
-_TRIED_LENGTHS, _TRIED_GROUPS = (170, 200, 100), (Group(2, 130), Group(1, 0))
+# The trial's pack: two samples that share a prefix of 130 tokens, and two others.
+_TRIED_LENGTHS, _TRIED_GROUPS = (170, 200, 100, 8), (Group(2, 130), Group(1, 0), Group(1, 0))
+_TRIED_WINDOW = 64  # smaller than the samples, which the window of a real model may not be
+_NUM_SHORT = 300  # samples in a pack of short ones; more than a GPU has multiprocessors
 
 
-def try_attention_choice(choice: AttentionChoice, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Check that this rank can use the kernels in ``choice`` for a model, also by a trial.
+def try_attention_choice(
+    choices: KernelChoices, shape: ModelShape, dtype: torch.dtype, *, learns: bool
+) -> None:
+    """Check that all ranks can use the attention kernels in ``choices``, also by a trial.
 
     Layers that the kernels do not support will keep torch's kernels, and a warning names them.
+    Collective unless ``choices`` names torch.
+
+    Args:
+        learns: the model will be trained, so try the gradients, too.
 
     Raises:
-        ConfigError: the kernels cannot run here, support no layer, or failed their trial.
+        ConfigError: on some rank the kernels cannot run, support no layer, or failed their trial.
     """
-    device = current_device()
+    if choices.attention is not AttentionChoice.torch:
+        raise_everywhere(partial(_try_on_this_rank, choices, shape, dtype, learns=learns))
+
+
+def _try_on_this_rank(
+    choices: KernelChoices, shape: ModelShape, dtype: torch.dtype, *, learns: bool
+) -> None:
+    choice, device = choices.attention, current_device()
     check_attention_choice(choice, shape, dtype, device)
-    if choice is AttentionChoice.torch:
-        return
     supported, unsupported = _split_cases(choice, shape, dtype)
     if unsupported and is_main():
         reasons = dict.fromkeys(_why_unsupported(case) for case in unsupported)
@@ -54,7 +68,7 @@ def try_attention_choice(choice: AttentionChoice, shape: ModelShape, dtype: torc
         )
     try:
         for case in supported:
-            try_kernels(case, device)
+            try_kernels(replace(case, learns=learns), device, choices.batch_invariant)
     except Exception as error:
         raise _make_error(choice, f"its trial failed: {one_line(error)}") from error
 
@@ -63,7 +77,7 @@ def use_attention_kernels(model: torch.nn.Module, choice: AttentionChoice) -> No
     """Make the layers of ``model`` compute attention with the kernels in ``choice``."""
     for module in model.modules():
         if isinstance(module, PackedAttention):
-            module.kernels = choice
+            module.library = choice
 
 
 def check_attention_choice(
@@ -101,7 +115,7 @@ def _split_cases(
 ) -> tuple[list[Case], list[Case]]:
     """List the distinct cases of the layers: those that the kernels compute, and the others."""
     cases = list(dict.fromkeys(gpu_cases(shape, dtype, choice)))
-    supported = [case for case in cases if choose_backend(case).kernels is choice]
+    supported = [case for case in cases if choose_backend(case).library is choice]
     return supported, [case for case in cases if case not in supported]
 
 
@@ -110,40 +124,72 @@ def _why_unsupported(case: Case) -> str:
     return why_no_kernel(case.dtype, case.channels) or f"it does not support {features}"
 
 
-def try_kernels(case: Case, device: torch.device) -> None:
-    """Compare a small pack's outputs and gradients to torch's, and check their batch invariance.
+def try_kernels(case: Case, device: torch.device, batch_invariant: bool) -> None:
+    """Compare a small pack's outputs to torch's, and its gradients if ``case`` learns.
+
+    Args:
+        batch_invariant: also check that the bits of a sample's output do not depend on the others.
 
     Raises:
-        RuntimeError: an output or a gradient differs by more than rounding explains, or the bits of
-            a sample's output depend on the other samples.
+        RuntimeError: an output or a gradient differs by more than rounding explains, or an output
+            depends on other samples.
     """
+    if case.scores.window is not None:
+        window = min(case.scores.window, _TRIED_WINDOW)
+        case = replace(case, scores=replace(case.scores, window=window))
     check_deviations(measure_deviations(case, device))
-    scored = replace(case, learns=False)
-    inputs, last = _draw_inputs(case, device), _TRIED_LENGTHS[-1]
-    together = _attend(scored, inputs, _make_segments(_TRIED_LENGTHS, _TRIED_GROUPS, device))
-    alone = [tensor[-last:] if tensor.dim() == 3 else tensor for tensor in inputs]
-    by_itself = _attend(scored, alone, _make_segments((last,), (Group(1, 0),), device))
-    if not torch.equal(by_itself, together[-last:]):
-        raise RuntimeError("the output of a sample depends on other samples")
+    if batch_invariant:
+        _check_batch_invariance(replace(case, learns=False), device)
 
 
 def measure_deviations(case: Case, device: torch.device) -> dict[str, float]:
-    """Measure how outputs and gradients of a pack with a shared prefix deviate from torch's.
+    """Measure how the results of a pack with a shared prefix deviate from torch's.
+
+    The results are the outputs, and the gradients if ``case`` learns.
 
     Returns:
         Root mean square of the difference, relative to that of torch's result, by name.
     """
     segments = _make_segments(_TRIED_LENGTHS, _TRIED_GROUPS, device)
     results = []
-    for kernels in (AttentionChoice.torch, case.kernels):
+    for library in (AttentionChoice.torch, case.library):
         leaves = [tensor.clone().requires_grad_() for tensor in _draw_inputs(case, device)]
-        with torch.enable_grad():
-            output = _attend(replace(case, kernels=kernels, learns=True), leaves, segments)
+        with torch.set_grad_enabled(case.learns):
+            output = _attend(replace(case, library=library), leaves, segments)
+        gradients: tuple[Tensor, ...] = ()
+        if case.learns:
             # A gradient that differs from token to token and from channel to channel.
             gradients = torch.autograd.grad(output, leaves, leaves[0].detach())
         results.append((output.detach(), *gradients))
     names = ("output", *(f"gradient of {of}" for of in ("queries", "keys", "values", "sinks")))
     return relative_deviations(names[: len(results[0])], *results)
+
+
+def _check_batch_invariance(case: Case, device: torch.device) -> None:
+    """Check the outputs of two samples in the trial's pack, alone, and in a pack of short ones.
+
+    Kernels may choose their algorithm by the longest sample of a pack, or by the number of samples.
+
+    Raises:
+        RuntimeError: the bits of an output depend on the pack.
+    """
+    inputs = _draw_inputs(case, device)
+    together = _attend(case, inputs, _make_segments(_TRIED_LENGTHS, _TRIED_GROUPS, device))
+    short = _TRIED_LENGTHS[-1]
+    end = len(together)
+    for length, last, copies in (
+        (_TRIED_LENGTHS[-2], end - short, 1),
+        (short, end, 1),
+        (short, end, _NUM_SHORT),
+    ):
+        rows = slice(last - length, last)
+        sample = [
+            tensor[rows].repeat(copies, 1, 1) if tensor.dim() == 3 else tensor for tensor in inputs
+        ]
+        segments = _make_segments((length,) * copies, (Group(1, 0),) * copies, device)
+        for output in _attend(case, sample, segments).split(length):
+            if not torch.equal(output, together[rows]):
+                raise RuntimeError("the output of a sample depends on other samples")
 
 
 def _make_segments(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -30,24 +30,30 @@ class _Package:
 
     Attributes:
         module: the module that has ``flash_attn_varlen_func``.
+        distribution: the name under which pip installs it.
         capabilities: first numbers of the compute capabilities of GPUs that it can train on.
         installation: how to install it.
     """
 
     module: str
+    distribution: str
     capabilities: tuple[int, ...]
     installation: str
 
 
-_HOPPER, _BLACKWELL = 9, 10
+_HOPPER, _BLACKWELL = (9,), (10, 11, 12)
 _PACKAGES = {
     AttentionChoice.flash_attn_3: _Package(
         "flash_attn_interface",
-        (_HOPPER,),
+        "flash_attn_3",
+        _HOPPER,
         "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
     ),
     AttentionChoice.flash_attn_4: _Package(
-        "flash_attn.cute", (_HOPPER, _BLACKWELL), "pip install 'megatron-reward[flash-attention]'"
+        "flash_attn.cute",
+        "flash-attn-4",
+        _HOPPER + _BLACKWELL,
+        "pip install 'megatron-reward[flash-attention]'",
     ),
 }
 
@@ -93,11 +99,13 @@ def why_unavailable(choice: AttentionChoice) -> str | None:
     if major not in package.capabilities:
         needed = " or ".join(f"{number}.x" for number in package.capabilities)
         return f"it needs compute capability {needed}, and this GPU has {major}.{minor}"
+    # Looking for the module is not enough: flash-attn 2.8 has an older one of flash-attn-4's name,
+    # and the search imports flash-attn, which may be built for another torch and fail.
     try:
-        is_installed = find_spec(package.module) is not None
-    except ModuleNotFoundError:  # the parent of a submodule is missing
-        is_installed = False
-    return None if is_installed else f"it is not installed ({package.installation})"
+        version(package.distribution)
+    except PackageNotFoundError:
+        return f"it is not installed ({package.installation})"
+    return None
 
 
 def available_packages() -> tuple[AttentionChoice, ...]:
@@ -105,16 +113,6 @@ def available_packages() -> tuple[AttentionChoice, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(choice for choice in _PACKAGES if why_unavailable(choice) is None)
-
-
-def has_flash_attn_3(with_window: bool) -> bool:
-    """Tell if FlashAttention 3, which supports windows, can run on this machine."""
-    return why_unavailable(AttentionChoice.flash_attn_3) is None
-
-
-def has_flash_attn_4(with_window: bool) -> bool:
-    """Tell if flash-attn-4, which supports windows, can run on this machine."""
-    return why_unavailable(AttentionChoice.flash_attn_4) is None
 
 
 @cache

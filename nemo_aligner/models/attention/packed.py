@@ -60,7 +60,7 @@ class PackedAttention(MegatronModule):
     Attributes:
         norms_after_rope: queries and keys are normed after RoPE, so the decoder layer passes the
             two norms to ``forward``.
-        kernels: the library of attention kernels on a GPU (``use_attention_kernels``).
+        library: the library of attention kernels on a GPU (``use_attention_kernels``).
         softmax_offset: logits ``[heads]`` of the attention sinks of this rank's query heads, by
             megatron-core's name; None if the model has none.
     """
@@ -75,7 +75,7 @@ class PackedAttention(MegatronModule):
         self.norms_after_rope = shape.qk_layernorm and shape.qk_norm_after_rope
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
-        self.kernels = AttentionChoice.torch
+        self.library = AttentionChoice.torch
         self._group = parallel_state.get_tensor_model_parallel_group()
         self.register_parameter("softmax_offset", None)
         if shape.attention_sinks:
@@ -90,7 +90,7 @@ class PackedAttention(MegatronModule):
         config = self.config
         heads = config.num_attention_heads, config.num_query_groups
         kind = "cuda", config.params_dtype, *heads, config.kv_channels
-        case = Case(*kind, self.scores, learns=False, kernels=self.kernels)
+        case = Case(*kind, self.scores, learns=False, library=self.library)
         return choose_backend(case).takes_packs
 
     def forward(
@@ -194,7 +194,7 @@ class PackedAttention(MegatronModule):
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
-        return Case(*kind, scores, is_learning, self.uses_ring(segments), kernels=self.kernels)
+        return Case(*kind, scores, is_learning, self.uses_ring(segments), library=self.library)
 
     def _attend(
         self,

@@ -93,11 +93,6 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
     )
 
 
-def has_triton(device: torch.device) -> bool:
-    """Tell if Triton's kernels work on ``device``, by the trial of the default implementation."""
-    return device.type == "cuda" and _default(device.type) is not EAGER
-
-
 def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
     """Return the default implementation; if one rank has to use ``eager``, all ranks do.
 

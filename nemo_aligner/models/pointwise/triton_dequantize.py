@@ -84,7 +84,8 @@ def _look_up_pairs(
     low = tl.load(table_ptr + (codes & 15)) * scales
     values = tl.interleave(high, low).to(weight_ptr.dtype.element_ty)
     places = 2 * first + tl.arange(0, 2 * BLOCK)
-    tl.store(weight_ptr + places, values, mask=places < 2 * num_bytes)
+    # Not places < 2 * num_bytes, which overflows int32 for a matrix of 2^31 values.
+    tl.store(weight_ptr + places, values, mask=places // 2 < num_bytes)
 
 
 @triton.jit

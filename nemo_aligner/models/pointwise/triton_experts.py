@@ -20,7 +20,7 @@ def _block_of(width: int) -> int:
 
 
 def sum_outputs(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Compute ``expert_sums.sum_outputs``: ``[T * k, c] -> [T, c]``, in fp32."""
+    """Compute ``eager.sum_outputs``: ``[T * k, c] -> [T, c]``, in fp32."""
     tokens, top_k = places.shape
     width, block = rows.size(1), _block_of(rows.size(1))
     total = rows.new_empty(tokens, width, dtype=torch.float32)

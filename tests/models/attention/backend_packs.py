@@ -148,12 +148,12 @@ def cases_of(
     for learns, (key_heads, scale), window, cap, has_sinks in kinds:
         scores = Scores(scale, window, cap, has_sinks)
         heads, rest = (QUERY_HEADS, key_heads, channels), (learns, backend is RING)
-        kernels = backend.kernels or AttentionChoice.torch
+        library = backend.library or AttentionChoice.torch
         with torch.set_grad_enabled(learns):
             fitting = (
                 case
                 for dtype in dtypes
-                for case in [Case(device, dtype, *heads, scores, *rest, kernels=kernels)]
+                for case in [Case(device, dtype, *heads, scores, *rest, library=library)]
                 if backend.fits(case)
             )
             case = next(fitting, None)

@@ -77,8 +77,9 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
 def main(tasks: str, results: str) -> None:
     with fake_gpu() as watch:
         # Imported only now: importing prepares megatron-core for the available devices.
-        from nemo_aligner.models import delta_choice
+        from nemo_aligner.models import delta_choice, quantized
         from nemo_aligner.models.attention import choice as attention_choice
+        from nemo_aligner.models.attention import flash_packages
         from nemo_aligner.models.pointwise import choice
         from tests.paths.gpu_rehearsal.scenes import mark_phases
 
@@ -87,7 +88,9 @@ def main(tasks: str, results: str) -> None:
         sys.modules |= {"triton": fake_triton, "triton.language": fake_triton.language}
         # Fake tensors have no values that could be compared.
         choice.try_kernels = delta_choice.try_kernel = lambda *unused: None
-        attention_choice.try_kernels = lambda *unused: None
+        attention_choice.try_kernels = quantized.try_triton = lambda *unused: None
+        # Fake modules come without the files that say what pip installed.
+        flash_packages.version = lambda distribution: "0"
         # Tasks collect garbage to count the bytes that are kept; imported modules never become any.
         gc.freeze()
         task_results = [run(watch, task) for task in json.loads(tasks)]

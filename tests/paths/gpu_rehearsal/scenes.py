@@ -268,7 +268,12 @@ def one_rank(
         pack = even_packs(2, (tokens // 2 + prefix) // 2, tokens, prefix)
         kinds["activations_offload"] = offload
         plan = Plan(
-            pack, freeze_layers=freeze_layers, fused_kernels=kernels is None, **sizes, **kinds
+            pack,
+            freeze_layers=freeze_layers,
+            fused_kernels=kernels is None,
+            fused_dequantization=True,
+            **sizes,
+            **kinds,
         )
         planned = memory(shape, plan, 0)
         result["planned"] = planned.activations
