@@ -559,7 +559,7 @@ class _Gather(Function):
                 part.index_put_((index,), grad, accumulate=not has_each_once)
         local = gathered.new_empty(gathered.size(0) // group.size(), *gathered.shape[1:])
         dist.reduce_scatter_tensor(local, gathered, group=group)
-        return local, *(None for _ in ctx.saved_tensors)
+        return local, None, *(None for _ in copies)  # index and copies have no gradients
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
