@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,14 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
     """Replace modules by name with other modules, or with None."""
     from nemo_aligner.models.attention import flash_packages, varlen
 
+    packages = flash_packages._PACKAGES.values()
+    distributions = {package.distribution for package in packages if package.module in modules}
+
+    def version(distribution: str) -> str:
+        if distribution not in distributions:
+            raise PackageNotFoundError(distribution)
+        return "0"
+
     def forget() -> None:
         varlen._varlen_parameters.cache_clear()
         flash_packages._flash_attn.cache_clear()
@@ -45,7 +54,8 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
         sys.modules[name] = other and import_module(other)  # type: ignore[assignment]
     forget()
     try:
-        yield
+        with mock.patch.object(flash_packages, "version", version):
+            yield
     finally:
         forget()
         for name in modules:
@@ -79,7 +89,6 @@ def main(tasks: str, results: str) -> None:
         # Imported only now: importing prepares megatron-core for the available devices.
         from nemo_aligner.models import delta_choice, quantized
         from nemo_aligner.models.attention import choice as attention_choice
-        from nemo_aligner.models.attention import flash_packages
         from nemo_aligner.models.pointwise import choice
         from tests.paths.gpu_rehearsal.scenes import mark_phases
 
@@ -89,8 +98,6 @@ def main(tasks: str, results: str) -> None:
         # Fake tensors have no values that could be compared.
         choice.try_kernels = delta_choice.try_kernel = lambda *unused: None
         attention_choice.try_kernels = quantized.try_triton = lambda *unused: None
-        # Fake modules come without the files that say what pip installed.
-        flash_packages.version = lambda distribution: "0"
         # Tasks collect garbage to count the bytes that are kept; imported modules never become any.
         gc.freeze()
         task_results = [run(watch, task) for task in json.loads(tasks)]
