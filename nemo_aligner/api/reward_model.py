@@ -72,9 +72,11 @@ class RewardModel:
             SettingsError: the settings are invalid, or name no model.
             ConfigError: the settings name a server instead of a model.
         """
-        self._settings = dict(settings)
+        key, self.name = load_settings(EvaluateConfig, settings).source_key()
+        # The weights may be loaded again after the program has changed its working directory.
+        path = os.path.abspath(self.name) if os.path.exists(self.name) else self.name
+        self._settings = {**settings, key: path}
         self._config = load_settings(EvaluateConfig, self._settings)
-        key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError(
                 "server: a RewardModel runs in this process. For a server use RewardClient of "
@@ -404,6 +406,11 @@ def _check_export(
         raise ConfigError(
             f"max_shard_bytes: got {max_shard_bytes}, but the output is {kind}, whose weights are "
             "always one file. Omit it (--max-shard-size)"
+        )
+    if adapter_of is not None and Path(adapter_of).is_file():
+        raise ConfigError(
+            f"adapter_of: {adapter_of} is a file; wanted the base model as peft loads it, a "
+            "Hugging Face folder or a name on the hub (--adapter-of)"
         )
     if adapter_of is not None and dtype is not None:
         raise ConfigError(

@@ -19,7 +19,7 @@ from nemo_aligner.cli.parser import (
 )
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
-from nemo_aligner.utils.errors import ConfigError, ServingError
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
 if TYPE_CHECKING:
     from nemo_aligner.contract.scorer import StepRewards
@@ -121,7 +121,10 @@ def score_parser() -> Parser:
         "--conversation", action="append", default=[], metavar="JSON",
         help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
-    parser.add_argument("--file", type=Path, metavar="JSONL", help="file with samples to score")
+    parser.add_argument(
+        "--file", type=Path, metavar="JSONL",
+        help="file with samples to score; - is the standard input",
+    )  # fmt: skip
     add_format(parser, of_ratings=False, drops_records=False)
     parser.add_argument(
         "--steps", action="store_true", help="also print the reward of each turn or step"
@@ -150,6 +153,8 @@ def run_score(options: argparse.Namespace) -> int:
     The exit code is 1 if a sample has no rewards.
     """
     samples = list(_read_samples(options))
+    if not samples and options.file is not None:
+        raise DataError(f"{options.file}: it has no samples")
     if not samples:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
     from nemo_aligner.serving.client.reward import RewardClient
@@ -231,4 +236,6 @@ def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield from ((label_of(text), text) for text in options.texts)
     yield from map(labelled_conversation, options.conversation)
     if options.file is not None:
-        yield from labelled_texts(options.file, read_format(options))
+        is_piped = options.file == Path("-")
+        path = Path("/dev/stdin") if is_piped else options.file
+        yield from labelled_texts(path, read_format(options))

@@ -167,7 +167,10 @@ class EvaluateConfig:
         if len(configured) != 1:
             keys = " and ".join(key for key, _ in configured) or "none"
             raise SettingsError([f"{', '.join(sources)}: got {keys}, wanted exactly one of them"])
-        return configured[0]
+        key, value = configured[0]
+        if key != "server" and value.startswith(("http://", "https://")):
+            raise SettingsError([f"{key}: got {value}, wanted a model. Set server={value}"])
+        return key, value
 
 
 def _are_same(first: str, second: str | None) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 import math
 import re
@@ -184,7 +185,9 @@ def open_unpacked(path: str | Path) -> Iterator[BinaryIO]:
         DataError: the file cannot be opened, or a read within the context fails.
     """
     try:
-        with Path(path).open("rb") as stream:
+        with Path(path).open("rb") as opened:
+            # A pipe can be read only once, from its start.
+            stream = opened if opened.seekable() else io.BytesIO(opened.read())
             # The first bytes tell whether the file is gzipped. Its name may lack the ending .gz.
             is_packed = stream.read(2) == b"\x1f\x8b"
             stream.seek(0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,9 @@ from nemo_aligner.data.report import (
 from nemo_aligner.data.split import check_names
 from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
 from nemo_aligner.utils.errors import DataError
+
+# All except tab and newline.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 TextRules = tuple[Tokenizer, ScoringContract]
 """A tokenizer, and the contract that determines how samples become its tokens."""
@@ -110,7 +114,7 @@ def inspect_files(
         yield Inspected(report.table(MOST_LISTED, with_zeros=True), is_good)
         if not is_training:
             for record in file.records[: options.show]:
-                yield Inspected(render_record(record, options))
+                yield Inspected(_escape_controls(render_record(record, options)))
 
 
 def _report_on(path: str, name: str, options: Inspection) -> tuple[RecordFile, FileReport]:
@@ -180,6 +184,11 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
         "duplicates": len(records) - len(different),
         "contradicted": int(find_contradicted(keys, counts, [np.unique(keys)]).sum()),
     }
+
+
+def _escape_controls(text: str) -> str:
+    """Write control characters, which would act on the terminal, as escapes such as ``\\x1b``."""
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def render_record(record: Record, options: Inspection) -> str:

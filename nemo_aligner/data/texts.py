@@ -78,15 +78,21 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
     lines_read = read_lines(path, reading.named_columns)
     read = (_join_completion(line) if is_auto else line for line in lines_read)
     lines = [_complete_pair(line, keys) for line in read]
+    _check_keys_occur(keys, lines, str(path))
     record_lines = [
         line for line, _ in lines if isinstance(line, Line) and not _is_plain(line.value, reading)
     ]
     chosen = None
     if record_lines:
         section = reading.rule.section
-        chosen = choose_format(
-            reading.format, None, record_lines, str(path), reading.pair_keys, section=section
-        )
+        try:
+            chosen = choose_format(
+                reading.format, None, record_lines, str(path), reading.pair_keys, section=section
+            )
+        except DataError as error:
+            raise DataError(
+                f'{error}. A line to score may also be {{"text": ...}} or {{"messages": [...]}}'
+            ) from error
     texts: list[tuple[str, Any]] = []
     malformed: list[MalformedRecord] = []
     for line, side in lines:
@@ -164,6 +170,20 @@ def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:
     both_sides = dict.fromkeys(sides, line.value[present[0]])
     side = PAIR_COLUMNS[sides.index(present[0])]
     return replace(line, value={**line.value, **both_sides}), side
+
+
+def _check_keys_occur(keys: PairKeys, lines: list[tuple[AnyLine, str | None]], path: str) -> None:
+    """Raise DataError if no line has a reply under a name that the user has chosen.
+
+    Otherwise a misspelt name would leave out one reply of each pair without a word.
+    """
+    usual = PairKeys()
+    for side, flag in (("chosen", "--chosen-key"), ("rejected", "--rejected-key")):
+        key = getattr(keys, side)
+        other = next(name for name in PAIR_COLUMNS if name != side)
+        is_missing = all(alone == other for line, alone in lines if isinstance(line, Line))
+        if key != getattr(usual, side) and is_missing:
+            raise DataError(f"{path}: no record has the field {key!r} of {flag}")
 
 
 def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:

@@ -42,7 +42,7 @@ from nemo_aligner.data.token_cache import FileStat, check_unchanged, content_dig
 from nemo_aligner.distributed.collectives import on_main, once_per_node
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
-from nemo_aligner.evaluation.pseudo_labels import check_orderable, order_by_teacher
+from nemo_aligner.evaluation.pseudo_labels import check_orderable, order_by_teacher, rank_by_rewards
 from nemo_aligner.evaluation.sources import (
     RewardSource,
     check_finite,
@@ -451,7 +451,9 @@ def _write(
             keys = options.reading.pair_keys or PairKeys()
             first, is_reordered = order_by_teacher(first, labelled.file.format, keys)
             counts["reordered"] += is_reordered
-        labels.append(replace(record, teacher_rewards=tuple(rewards.mean(axis=0).tolist())))
+        means = rewards.mean(axis=0).tolist()
+        ranks = rank_by_rewards(means) if options.pseudo_labels else record.ranks
+        labels.append(replace(record, ranks=ranks, teacher_rewards=tuple(means)))
         lines += map(as_json, (first, *objects[1:]))
     if not lines:
         raise DataError(f"{labelled.file.path}: no record is left to write: {counts}")

@@ -52,7 +52,7 @@ def _rank_by_rewards(
     row: dict[str, Any], fmt: str, rewards: list[float]
 ) -> tuple[dict[str, Any], bool]:
     """Do what ``order_by_teacher`` does to a record with ranks."""
-    ranks = _levels([-reward for reward in rewards])
+    ranks = list(rank_by_rewards(rewards))
     if fmt == "responses":
         earlier_ranks = row.get("ranks") or [0] * len(ranks)
         ranked = {**row, "ranks": ranks}
@@ -63,6 +63,11 @@ def _rank_by_rewards(
     if _levels(earlier_ranks) == ranks:
         return ranked, False
     return _without_margins(ranked), True
+
+
+def rank_by_rewards(rewards: Sequence[float]) -> tuple[int, ...]:
+    """Rank replies by their rewards, the highest first as 0; equal rewards have equal ranks."""
+    return tuple(_levels([-reward for reward in rewards]))
 
 
 def _levels(standing: Sequence[float]) -> list[int]:

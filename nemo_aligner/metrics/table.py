@@ -68,7 +68,14 @@ class Metric:
 
 _EVERYWHERE = Shown.step | Shown.validation
 
-LOSS = Metric("loss", "the value that training minimizes", None, Better.lower, _EVERYWHERE, True)
+LOSS = Metric(
+    "loss",
+    "the objective, which training minimizes; evaluate has the default one of its records",
+    None,
+    Better.lower,
+    _EVERYWHERE,
+    True,
+)
 
 PAIRS: list[Metric] = [
     Metric(

@@ -159,9 +159,7 @@ class Nf4Weight(QuantizedWeight):
 
     def dequantize_by_triton(self) -> Tensor:
         table = _nf4_values(self._codes.device)
-        return _triton_kernels().look_up_pairs(
-            self._codes, self._dense_scales(), table, self.dtype
-        )
+        return _triton_kernels().look_up_pairs(self._codes, self._dense_scales(), table, self.dtype)
 
     def _dense_scales(self) -> Tensor:
         """Return the scales ``[out, blocks]``."""

@@ -99,7 +99,10 @@ def train(
             facts.begin(descriptions)
         early_stopping.restore(start)
         if start.step >= total_steps or early_stopping.is_over:
-            say(f"step {start.step} was the last; writing the model again")
+            done = f"step {start.step} was the last"
+            if start.step > total_steps:
+                done = f"the run has {start.step} steps already, and the settings {total_steps}"
+            say(f"{done}; writing the model again")
         loggers = exit_stack.enter_context(
             build_loggers(config.exp_manager, start.config, start.step, callback, total_steps)
         )

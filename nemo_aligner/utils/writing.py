@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,16 +110,21 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
             sync_to_disk(target.parent)
 
 
+# Ends of names that no output of a command has: compressed files, tables and models.
+_OTHER_FORMATS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow", ".csv", ".tsv")
+_MODELS = (".nemo", ".gguf", ".safetensors")
+
+
 def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> None:
-    """Check before a command starts that its outputs replace neither an input nor each other.
+    """Check before a command starts that its outputs can be written, and replace no input or model.
 
     Args:
-        outputs: the files to write, by the settings that name them.
+        outputs: the text files to write (JSON or HTML), by the settings that name them.
         inputs: the files to read, by their descriptions in the error.
 
     Raises:
-        ConfigError: an output is the same file as an input or another output, or is a folder, or
-            would be in a folder that is a file.
+        ConfigError: an output is the same file as an input or another output, or is a folder or
+            a model; or its folder is a file or read-only; or its name is that of another format.
     """
     described = {os.path.realpath(path): name for name, path in inputs.items()}
     for setting, path in outputs.items():
@@ -133,6 +139,15 @@ def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> No
         name = described.setdefault(os.path.realpath(path), f"the file of {setting}")
         if name != f"the file of {setting}":
             raise ConfigError(f"{setting}: {path} is {name}. Name another")
+        if not os.access(above, os.W_OK):
+            raise ConfigError(f"{setting}: {path}: nothing can be written to {above}. Name another")
+        if path.suffix in _OTHER_FORMATS:
+            raise ConfigError(
+                f"{setting}: {path}: its content will be text, not {path.suffix}. Name it, for "
+                f"example, {path.name.partition('.')[0]}.jsonl"
+            )
+        if path.suffix in _MODELS or (os.path.isfile(path) and tarfile.is_tarfile(path)):
+            raise ConfigError(f"{setting}: {path} is a model or an archive. Name another")
 
 
 def check_replaces_nothing_in(folder: Path, setting: str, output: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,15 @@ def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     heads = [line for line in shown.splitlines() if line.startswith("-- ")]
     assert heads == ["-- rank 0", "-- rank 1", "-- rank 1"]
     assert shown.endswith("assistant: poor")
+
+
+def test_inspect_shows_control_characters_as_escapes(tmp_path: Path) -> None:
+    pair = {"prompt": "p\rq", "chosen": "a\x1b[2Jb\x00", "rejected": "one\n\ttwo"}
+    path = write(tmp_path / "pairs.jsonl", pair)
+    *_, shown = [each.text for each in inspect_files([str(path)], [], Inspection())]
+    assert r"user: p\rq" in shown
+    assert r"assistant: a\x1b[2Jb\x00" in shown
+    assert "assistant: one\n\ttwo" in shown
 
 
 def test_inspect_ratings_without_a_tokenizer(
@@ -332,6 +344,26 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
     # The label of a long sample has its beginning and its end.
     label = label_of("begin " + "x" * 100 + " end")
     assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")
+
+
+def test_field_that_no_record_has_is_an_error_and_leaves_out_no_reply(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"question": "a", "chosen": "b", "rejected": "c"})
+    keys = PairKeys("question", "chosen", "rejected")
+    assert len(list(labelled_texts(path, ReaderConfig(pair_keys=keys)))) == 2
+    for side in ("chosen", "rejected"):
+        wrong = ReaderConfig(pair_keys=replace(keys, **{side: "nope"}))
+        with pytest.raises(DataError, match=f"no record has the field 'nope' of --{side}-key"):
+            list(labelled_texts(path, wrong))
+    with pytest.raises(DataError, match=r'A line to score may also be \{"text": \.\.\.\}'):
+        list(labelled_texts(write(path, {"id": 4})))
+
+
+def test_texts_are_read_from_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(write, pipe, {"text": "one"}, {"text": "two"})
+        assert [text for _, text in labelled_texts(pipe)] == ["one", "two"]
 
 
 def test_texts_of_preference_data_are_those_of_its_records(tmp_path: Path) -> None:

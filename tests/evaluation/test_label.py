@@ -281,7 +281,9 @@ def test_student_names_its_teacher_which_knows_what_it_learned(
     assert f"warning: {student} was trained on this very file" in capsys.readouterr().out
 
 
-def test_responses_are_labelled_and_ranked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_are_labelled_and_ranked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also a ranking that is read in another order than it is written; the file is read once."""
     replies = ["thank you", "a cat", "no dog sings"]
     (folder / "samples.jsonl").write_text(json.dumps([{"prompt": "who", "responses": replies}]))
@@ -295,6 +297,7 @@ def test_responses_are_labelled_and_ranked(folder: Path, monkeypatch: pytest.Mon
     assert "ranks" not in row
     (ranked,) = labelled(folder, "ranked", teacher, data="samples", options=("--pseudo-labels",))
     assert [rewards[n] for n in np.argsort(ranked["ranks"])] == sorted(rewards, reverse=True)
+    assert "1 records, 3 pairs" in capsys.readouterr().out
     completions = [(2, replies[0]), (0, replies[1]), (1, replies[2])]
     write(folder / "nemo_rl.jsonl", tiny.ranked("who", *completions))
     (row,) = labelled(folder, "nemo_rl_soft", teacher, data="nemo_rl")

@@ -138,6 +138,8 @@ def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     model = "rm_model_file=a.nemo"
     assert refused() == one.format("none")
     assert refused(model, "hf_model=b") == one.format("rm_model_file and hf_model")
+    url = "http://127.0.0.1:1"
+    assert refused(f"rm_model_file={url}").endswith(f"wanted a model. Set server={url}")
     error = refused(model, "task=rewardbench", "data.chosen_key=good")
     assert error.startswith("data.chosen_key: got 'good'")
     error = refused(model, "task=rewardbench", "swapped=true")

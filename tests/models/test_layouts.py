@@ -26,7 +26,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     reward_model = tiny.write_reward_nemo(folder / "rm.nemo")
     paths = [families.write_base_nemo(folder / f"{case}.nemo", case) for case in layouts.CASES]
     script = "tests/models/layouts.py"
-    tiny.run_script(script, str(folder), str(reward_model), *map(str, paths), processes=2)
+    files = [str(path) for path in (folder, reward_model, *paths)]
+    tiny.run_script(script, *files, processes=2, timeout=900)
     ranks = [torch.load(folder / f"rank{rank}") for rank in (0, 1)]
     found = {**ranks[1], **ranks[0]}
     found["weights"] = {

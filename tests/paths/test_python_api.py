@@ -259,6 +259,17 @@ def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
         na.RewardModel.from_pretrained()
 
 
+def test_model_is_loaded_again_from_another_working_directory(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(trained.folder)
+    with na.RewardModel.from_pretrained("run/checkpoints/megatron_gpt.nemo") as model:
+        rewards = model.score(TEXTS)
+        release_models()
+        monkeypatch.chdir(tmp_path)
+        np.testing.assert_array_equal(model.score(TEXTS), rewards)
+
+
 def test_second_training_in_a_process_leaves_nothing_of_the_first(trained: Trained) -> None:
     hook = sys.excepthook
     before = trained.model.score(TEXTS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,29 @@ def test_output_that_is_no_file_is_refused_before_the_work(tmp_path: Path) -> No
             check_outputs({"report": output}, {})
     outputs = [file, tmp_path / "not" / "made", Path("new"), Path("/dev/null"), Path("/dev/null")]
     check_outputs({str(number): path for number, path in enumerate(outputs)}, {})
+
+
+def test_output_with_the_name_or_content_of_another_format_is_refused(tmp_path: Path) -> None:
+    """Above all, no model is replaced by a report."""
+    archive = tmp_path / "model"
+    with tarfile.open(archive, "w") as tar:
+        tar.addfile(tarfile.TarInfo("model_config.yaml"))
+    for output, problem in (
+        (archive, f"{archive} is a model or an archive. Name another"),
+        (tmp_path / "base.nemo", f"{tmp_path / 'base.nemo'} is a model or an archive"),
+        (tmp_path / "a.jsonl.gz", "will be text, not .gz. Name it, for example, a.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=f"^output: .*{re.escape(problem)}"):
+            check_outputs({"output": output}, {})
+
+
+def test_output_in_a_folder_without_permission_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere except on a read-only disk, so the answer is a stand-in."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"nothing can be written to {tmp_path}. Name another"):
+        check_outputs({"output": tmp_path / "new" / "report.json"}, {})
 
 
 def test_output_replaces_no_file_of_a_folder_that_is_read(tmp_path: Path) -> None:

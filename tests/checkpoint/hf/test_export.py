@@ -508,13 +508,17 @@ def test_export_verb_reports_and_fails_clearly(three: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("output", "adapter_of", "kind"),
-    [("rm.gguf", None, r"a \.gguf file"), ("adapter", "base", "a peft adapter")],
+    ("output", "adapter_of", "problem"),
+    [
+        ("rm.gguf", None, r"max_shard_bytes: got 9, but the output is a \.gguf file"),
+        ("adapter", "base", "max_shard_bytes: got 9, but the output is a peft adapter"),
+        ("adapter", __file__, r"adapter_of: .* is a file; wanted the base model as peft loads it"),
+    ],
 )
-def test_size_of_shards_is_refused_where_there_are_none(
-    tmp_path: Path, output: str, adapter_of: str | None, kind: str
+def test_options_of_an_export_that_do_not_fit_are_refused(
+    tmp_path: Path, output: str, adapter_of: str | None, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"max_shard_bytes: got 9, but the output is {kind}"):
+    with pytest.raises(ConfigError, match=problem):
         export_archive(
             tmp_path / "rm.nemo",
             tmp_path / output,
@@ -522,6 +526,6 @@ def test_size_of_shards_is_refused_where_there_are_none(
             merge=False,
             head=None,
             adapter_of=adapter_of,
-            max_shard_bytes=9,
+            max_shard_bytes=None if adapter_of == __file__ else 9,
             base_license="unknown",
         )

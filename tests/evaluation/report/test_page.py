@@ -290,7 +290,7 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     assert reasons.startswith("Not in this report: Accuracy by source (no pairs), Rewards")
     assert "Rewards and margins (no held-out rewards: nothing was validated, or" in reasons
     assert reasons.count("(") == len(SECTIONS) + 1 - len(page.sections)
-    assert "The value that training minimizes." in page.text
+    assert "The objective, which training minimizes" in page.text
 
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert text.count(shown) == 2
     assert text.count("politeness") == 2 * 2
     assert "100.0% (34.2% to 100.0%)" in text
-    assert "The value that training minimizes." in text
+    assert "The objective, which training minimizes" in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
     with pytest.raises(DataError, match=r"robustness\.json: robustness: "):
         written_page([folder], tmp_path / "p.html")
