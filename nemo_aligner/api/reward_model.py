@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -72,11 +73,13 @@ class RewardModel:
             SettingsError: the settings are invalid, or name no model.
             ConfigError: the settings name a server instead of a model.
         """
-        key, self.name = load_settings(EvaluateConfig, settings).source_key()
+        config = load_settings(EvaluateConfig, settings)
+        key, self.name = config.source_key()
         # The weights may be loaded again after the program has changed its working directory.
         path = os.path.abspath(self.name) if os.path.exists(self.name) else self.name
-        self._settings = {**settings, key: path}
-        self._config = load_settings(EvaluateConfig, self._settings)
+        absolute: dict[str, Any] = {key: path}
+        self._settings = {**settings, **absolute}
+        self._config = replace(config, **absolute)
         if key == "server":
             raise ConfigError(
                 "server: a RewardModel runs in this process. For a server use RewardClient of "

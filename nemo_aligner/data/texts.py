@@ -178,11 +178,11 @@ def _check_keys_occur(keys: PairKeys, lines: list[tuple[AnyLine, str | None]], p
     Otherwise a misspelt name would leave out one reply of each pair without a word.
     """
     usual = PairKeys()
+    sides = [alone for line, alone in lines if isinstance(line, Line)]
     for side, flag in (("chosen", "--chosen-key"), ("rejected", "--rejected-key")):
         key = getattr(keys, side)
         other = next(name for name in PAIR_COLUMNS if name != side)
-        is_missing = all(alone == other for line, alone in lines if isinstance(line, Line))
-        if key != getattr(usual, side) and is_missing:
+        if key != getattr(usual, side) and sides and all(alone == other for alone in sides):
             raise DataError(f"{path}: no record has the field {key!r} of {flag}")
 
 
