@@ -114,7 +114,7 @@ def every_form(name: str, value: str) -> str:
     """Write a data setting in each verb's form, since code that reads files knows no verb."""
     flag = f"--{name.replace('_', '-')} {value}"
     return (
-        f"{flag} (score, data inspect, data split), model.data.{name}={value} (train) or "
+        f"{flag} (data inspect, data split, score), model.data.{name}={value} (train) or "
         f"data.{name}={value} (evaluate)"
     )
 

@@ -37,7 +37,8 @@ def _parse_rated_chat(
     values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Rating:
     value = values[0]
-    labels = read_labels(value, columns, "an attribute of model.regression.attributes")
+    purpose = "an attribute of the model or server (in training: of model.regression.attributes)"
+    labels = read_labels(value, columns, purpose)
     conversation = read_conversation(split_turns(value["prompt"]), value["response"], "response")
     return Rating(conversation, labels, origin)
 
