@@ -30,6 +30,7 @@ from torch import Tensor
 
 from nemo_aligner.config.kernels import PointwiseChoice
 from nemo_aligner.config.model import BasePrecision
+from nemo_aligner.distributed.collectives import gpu_computes_bf16
 from nemo_aligner.models.pointwise.choice import why_unavailable
 from nemo_aligner.models.shapes.quantized import CHUNK_ELEMENTS, NF4_BLOCK, NF4_GROUP
 from nemo_aligner.utils.errors import one_line
@@ -335,7 +336,7 @@ def try_triton(device: torch.device) -> None:
     Raises:
         RuntimeError: a value has other bits, or a kernel failed.
     """
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = device.type != "cuda" or gpu_computes_bf16()
     dtype = torch.bfloat16 if has_bf16 else torch.float16
     weight = torch.linspace(-1, 1, 4 * 2 * NF4_BLOCK).view(4, -1).to(device, dtype)
     for precision in BasePrecision:

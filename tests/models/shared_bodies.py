@@ -36,21 +36,24 @@ def load(archives: Sequence[Path], layout: ParallelLayout, **settings: Any) -> l
 
 def compare(archives: Sequence[Path], layout: ParallelLayout, **settings: Any) -> dict[str, Any]:
     """Tell which models share a body, and which give the rewards that they give alone."""
-    alone = [load([path], layout, **settings)[0].score_rows(TEXTS).rewards for path in archives]
+    alone = []
+    for path in archives:
+        (scorer,) = load([path], layout, **settings)
+        alone.append([scorer.score_rows(TEXTS).rewards for _ in range(2)])
+    if settings.get("invariant_rows", 0) is not None:
+        # Otherwise rewards may depend on the pack, and after cached prefixes the packs are others.
+        alone = [[uncached, uncached] for uncached, _ in alone]
     scorers = load(archives, layout, **settings)
     # Interleaved twice: the second time from the prefix caches.
     rewards = [[scorer.score_rows(TEXTS).rewards for scorer in scorers] for _ in range(2)]
-    if settings.get("invariant_rows", 0) is None:
-        # After cached prefixes the packs are others, and such rewards may depend on the pack.
-        del rewards[1]
     return {
         "is_equal": [
-            all(np.array_equal(each, expected) for each in computed)
+            all(map(np.array_equal, computed, expected))
             for computed, expected in zip(zip(*rewards, strict=True), alone, strict=True)
         ],
         "shared": [scorer.body is not None and scorer.body.num_shared for scorer in scorers],
         "cached": [scorer.counts.cached > 0 for scorer in scorers],
-        "spread": float(np.ptp(np.concatenate([part[:, 0] for part in alone]))),
+        "spread": float(np.ptp(np.concatenate([uncached[:, 0] for uncached, _ in alone]))),
     }
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_aligner.config.kernels import PointwiseChoice
-from nemo_aligner.distributed.collectives import agree, current_device
+from nemo_aligner.distributed.collectives import agree, current_device, gpu_computes_bf16
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.utils.errors import ConfigError, one_line
 
@@ -133,7 +133,7 @@ def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
     Raises:
         RuntimeError: a row's result is not bit-identical in a batch of one, or a kernel failed.
     """
-    is_half = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    is_half = device.type != "cuda" or gpu_computes_bf16()
     dtype = torch.bfloat16 if is_half else torch.float32
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_TRIED_ROWS, 1, 2 * _TRIED_WIDTH, generator=generator)
