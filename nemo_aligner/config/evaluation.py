@@ -168,9 +168,14 @@ class EvaluateConfig:
             keys = " and ".join(key for key, _ in configured) or "none"
             raise SettingsError([f"{', '.join(sources)}: got {keys}, wanted exactly one of them"])
         key, value = configured[0]
-        if key != "server" and value.startswith(("http://", "https://")):
+        if key != "server" and is_url(value):
             raise SettingsError([f"{key}: got {value}, wanted a model. Set server={value}"])
         return key, value
+
+
+def is_url(name: str) -> bool:
+    """Tell if ``name`` is the address of a server, rather than a path or a name on the hub."""
+    return name.startswith(("http://", "https://"))
 
 
 def _are_same(first: str, second: str | None) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
 from nemo_aligner.checkpoint.nemo.training_data import training_data_of
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig, is_url
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.formats.base import PairKeys
@@ -61,7 +61,6 @@ logger = logging.getLogger(__name__)
 # Number of records that are scored at once, and whose rewards a stopped run keeps.
 _PART = 512
 _ATTEMPTS = 3  # to get the reward of a sample that is too slow
-_URLS = ("http://", "https://")
 _OPTIONS = ServerSettings(
     server="--model",
     attribute_weights="--attribute-weights",
@@ -134,11 +133,6 @@ def label_file(options: Labelling) -> None:
         descriptions, rewards = zip(*(scored[n] for n in range(len(teachers))), strict=True)
         labelled = _Labelled(file, list(descriptions), np.stack(rewards))
         on_main(partial(_write, options, labelled, rows, progress))
-
-
-def is_url(teacher: str) -> bool:
-    """True if a teacher is the address of a server."""
-    return teacher.startswith(_URLS)
 
 
 def _check_output(options: Labelling, source: str) -> None:
